@@ -67,6 +67,11 @@ class RequestError(TandemError):
         self.code = code
 
 
+def invalid(param: str, message: str) -> RequestError:
+    """Return the error for a value of the field `param` that cannot be used."""
+    return RequestError(message, param=param, code="invalid_value")
+
+
 class AuthenticationError(RequestError):
     """The API key is missing or wrong."""
 

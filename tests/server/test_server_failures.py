@@ -26,9 +26,9 @@ def start(server, **fields):
     return thread, results
 
 
-def request_bytes(**fields):
+def request_bytes(path="/v1/chat/completions", **fields):
     body = json.dumps({**BODY, **fields}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -217,12 +217,23 @@ def test_cancel(server, engine, stream, wait_until):
     assert again.json()["error"]["code"] == "request_not_found"
 
 
-def test_slow_reader_does_not_hold_up_others(server, engine, wait_until):
+@pytest.mark.parametrize(
+    ("path", "fields", "end"),
+    [("/v1/chat/completions", {}, b"data: [DONE]\n\n"), ("/api/chat", {"model": "tiny"}, b'"done":true')],
+)
+def test_slow_reader_does_not_hold_up_others_and_loses_nothing(server, engine, wait_until, path, fields, end):
     engine.reply = engine.reply * 12
-    slow = server.raw(request_bytes(stream=True))
-    assert server.chat().status_code == 200
-    slow.close()
-    wait_until(lambda: not server.api.live)
+    with server.raw(request_bytes(path, stream=True, **fields)) as slow:
+        wait_until(lambda: len(engine.submitted) == 1)
+        assert server.chat().status_code == 200
+        wait_until(lambda: not server.api.live)  # what the client does not take yet keeps nothing in the engine
+        said = b""
+        while end not in said and (more := slow.recv(65536)):
+            said += more
+    lines = [line.removeprefix(b"data: ") for line in said.split(b"\r\n\r\n", 1)[1].splitlines() if b"{" in line]
+    parts = [json.loads(line) for line in lines]
+    texts = [(part["choices"] or [{"delta": {}}])[0]["delta"] if "choices" in part else part["message"] for part in parts]
+    assert end in said and "".join(text.get("content") or "" for text in texts) == engine.text()
 
 
 class PanicException(BaseException):

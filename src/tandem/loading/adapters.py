@@ -2,81 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from tandem.errors import BrokenModel, UnsupportedModel
-from tandem.loading.shard_modules import Around, Slice, SumOverRanks, TakesSum, at, layer_cutter, put, take
+from tandem.loading.fusion import FusedPart
+from tandem.loading.lora import LoRA, LoRALinear, Rows
+from tandem.loading.shard_modules import Slice, SumOverRanks, TakesSum, at, layer_cutter, put, take
 from tandem.loading.weights import load_file
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription
 from tandem.models.shard import Shard
-
-
-@dataclass
-class _Rows:
-    """Adapters of the rows of the next forward pass, shared by all layers of a stage."""
-
-    index: int | mx.array = 0
-    """Index of the adapter of all rows, 0 for none; int32 [B] if rows differ."""
-
-
-class LoRALinear(Around):
-    """Linear layer plus each row's LoRA adapter, from stacks of A [N, R, I] and B [N, O, R], in which index 0 is zeros.
-
-    Both are stored transposed: MLX's CUDA kernel gathers only products of one row with such matrices.
-    """
-
-    def __init__(self, linear: nn.Module, rows: _Rows, slots: int) -> None:
-        """Wrap `linear`. `slots` is N, one more than the most adapters."""
-        super().__init__(linear)
-        self._rows, self._slots = rows, slots
-        self._numbers: frozenset[int] = frozenset()
-        """Indices of the adapters that adapt this layer."""
-        self.lora_a: mx.array = mx.zeros(0)
-        self.lora_b: mx.array = mx.zeros(0)
-
-    def put(self, number: int, a: mx.array, b: mx.array) -> None:
-        """Set the adapter `number` to `a` [I, r] and `b` [r, O]. Smaller ranks are padded with zeros."""
-        self._stack(self._held() | {number: (a.T, b.T)})
-
-    def drop(self, number: int) -> bool:
-        """Drop the adapter `number`; return True if others remain."""
-        held = self._held()
-        if held.pop(number, None) is not None and held:
-            self._stack(held)  # zeros in its place, as the next adapter of this number may leave this layer alone
-        return bool(held)
-
-    def _held(self) -> dict[int, tuple[mx.array, mx.array]]:
-        return {i: (self.lora_a[i], self.lora_b[i]) for i in self._numbers}
-
-    def _stack(self, held: dict[int, tuple[mx.array, mx.array]]) -> None:
-        first_a, first_b = next(iter(held.values()))
-        rank = max(a.shape[0] for a, _ in held.values())
-        zeros = mx.zeros((rank, first_a.shape[1]), first_a.dtype), mx.zeros((first_b.shape[0], rank), first_b.dtype)
-        pairs = [held.get(i, zeros) for i in range(self._slots)]
-        lora_a = mx.stack([mx.pad(a, [(0, rank - a.shape[0]), (0, 0)]) for a, _ in pairs])
-        lora_b = mx.stack([mx.pad(b, [(0, 0), (0, rank - b.shape[1])]) for _, b in pairs])
-        mx.eval(lora_a, lora_b)  # before anything changes, as memory may be full
-        self.lora_a, self.lora_b, self._numbers = lora_a, lora_b, frozenset(held)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map inputs [B, ..., I] to outputs [B, ..., O]."""
-        outputs: mx.array = self.module(x)
-        index = self._rows.index
-        if isinstance(index, int):
-            if index not in self._numbers:
-                return outputs
-            return outputs + ((x @ self.lora_a[index].T) @ self.lora_b[index].T).astype(outputs.dtype)
-        flat = x.reshape(-1, 1, x.shape[-1])
-        if flat.shape[0] > index.shape[0]:
-            index = mx.repeat(index, flat.shape[0] // index.shape[0])
-        low = mx.gather_mm(flat, self.lora_a.swapaxes(-1, -2), rhs_indices=index)
-        found = mx.gather_mm(low, self.lora_b.swapaxes(-1, -2), rhs_indices=index)
-        return outputs + found.reshape(outputs.shape).astype(outputs.dtype)
 
 
 class _Target(NamedTuple):
@@ -99,7 +38,7 @@ class Adapters:
         cast to `dtype`."""
         self._root, self._description, self._shard, self._dtype = root, description, shard, dtype
         self._targets: dict[int, dict[str, _Target]] = {}
-        self._rows = _Rows()
+        self._rows = Rows()
         self.most = most
         self.chosen: list[int] = []
         """Adapter of each row of the next forward pass."""
@@ -146,22 +85,30 @@ class Adapters:
         self.unload(number)
         for target, a, b in found.values():
             holder, name, module = _place(target)
-            if not isinstance(module, LoRALinear):
-                module = LoRALinear(module, self._rows, self.most + 1)
-                put(holder, name, module)
-            module.put(number, a, b)
+            if isinstance(module, FusedPart):
+                product, part = module.product, module.number
+                product.lora = lora = product.lora or LoRA(self._rows, self.most + 1, product.widths)
+            else:
+                if not isinstance(module, LoRALinear):
+                    module = LoRALinear(module, LoRA(self._rows, self.most + 1, [target.outputs]))
+                    put(holder, name, module)
+                lora, part = module.lora, 0
+            lora.put(number, part, a, b)
 
     def unload(self, number: int) -> None:
         """Drop the adapter `number`, if it is loaded."""
         for target in (target for targets in self._targets.values() for target in targets.values()):
             holder, name, module = _place(target)
-            if isinstance(module, LoRALinear) and not module.drop(number):
+            if isinstance(module, LoRALinear) and not module.lora.drop(number, 0):
                 put(holder, name, module.module)
+            elif isinstance(module, FusedPart) and (lora := module.product.lora) and not lora.drop(number, module.number):
+                module.product.lora = None
 
     def choose(self, rows: list[int]) -> None:
         """Set the adapter of each row of the next forward pass, 0 for none."""
         self.chosen = rows
-        self._rows.index = mx.array(rows, mx.int32) if len(set(rows)) > 1 else next(iter(rows), 0)
+        self._rows.each = mx.array(rows, mx.int32)
+        self._rows.index = self._rows.each if len(set(rows)) > 1 else next(iter(rows), 0)
 
     def _cut(self, what: str, target: _Target, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         """Return A [inputs, rank] and B [rank, outputs], cut like the module's weight."""

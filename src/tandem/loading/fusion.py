@@ -2,7 +2,7 @@
 
 Projections are found by tracing a lazy forward pass, not by name. Fused are those of one module that get the same
 arrays, once each, and have weights of equal form. This works for every family, for a rank's part of the heads, and for
-packed weights. LoRA adapters are added to the parts of a product.
+packed weights. LoRA adapters are added to the whole product.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from tandem.loading.lora import LoRA
 from tandem.loading.shard_modules import Around, at, put
 
 log = logging.getLogger(__name__)
@@ -38,20 +40,20 @@ class FusedPart(nn.Module):
         super().__init__()
         if number == 0:
             self.joined = product.joined  # a parameter of the first part only, so that its bytes count once
-        self._product, self._number = product, number
+        self.product, self.number = product, number
 
     def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
         """Return the projection's output [..., O]. The arguments are those of the replaced module."""
-        product = self._product
+        product = self.product
         # Host time matters: a step makes a hundred such calls or more.
         if (
             x is not product.x
             or (args or kwargs or product.more)
             and not product.alike(args, kwargs)
-            or self._number not in product.outputs
+            or self.number not in product.outputs
         ):
             product.compute(x, args, kwargs)
-        found = product.outputs.pop(self._number)
+        found = product.outputs.pop(self.number)
         if not product.outputs:
             product.forget()
         return found
@@ -63,7 +65,8 @@ class Product:
 
     def __init__(self, joined: nn.Module, widths: Sequence[int]) -> None:
         """Store the fused module; `widths` are the outputs of each projection, in their order in `joined`."""
-        self.joined = joined
+        self.joined, self.widths = joined, widths
+        self.lora: LoRA | None = None
         self._call = _turned(joined) or joined
         self._columns = [(..., slice(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(len(widths))]
         self._width, self._ends = sum(widths), [sum(widths[:i]) for i in range(1, len(widths))]
@@ -76,9 +79,11 @@ class Product:
     def compute(self, x: mx.array, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Compute all outputs for these arguments."""
         whole = self._call(x, *args, **kwargs)
+        parts: Any = self.lora(x, whole) if self.lora is not None else None
         # mx.split is faster, but its parts report a size that ignores the gaps between their rows. With two rows or more,
         # MLX's rotary kernel on a GPU would allocate too little memory.
-        parts = mx.split(whole, self._ends, axis=-1) if whole.size == self._width else [whole[own] for own in self._columns]
+        if parts is None:
+            parts = mx.split(whole, self._ends, axis=-1) if whole.size == self._width else [whole[own] for own in self._columns]
         self.x, self.more, self.outputs = x, (*args, *kwargs.values()), dict(enumerate(parts))
 
     def alike(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:

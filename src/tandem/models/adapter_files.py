@@ -96,31 +96,21 @@ def _mlx_scale(config: JsonObject, directory: str) -> float:
 def _peft_scale(config: JsonObject, directory: str) -> float:
     if config["peft_type"] != "LORA":
         raise _unsupported(directory, f"peft_type {config['peft_type']!r}")
-    for name in (
-        "use_dora",
-        "fan_in_fan_out",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "lora_bias",
-        "layer_replication",
-        "trainable_token_indices",
-    ):
+    unsupported = "use_dora fan_in_fan_out rank_pattern alpha_pattern modules_to_save lora_bias layer_replication"
+    for name in [*unsupported.split(), "trainable_token_indices"]:
         if config.get(name):
             raise _unsupported(directory, f"{name} {config[name]!r}")
     if config.get("bias", "none") != "none":
         raise _unsupported(directory, f"bias {config['bias']!r}")
     rank, alpha = (_number(config.get(name), name, directory) for name in ("r", "lora_alpha"))
     if rank <= 0:
-        raise BrokenModel(f"LoRA adapter {directory}: r must be above 0, is {rank:g}", param="adapter_path")
+        raise _broken(directory, f"r must be above 0, is {rank:g}")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _number(value: object, name: str, directory: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise BrokenModel(
-            f"LoRA adapter {directory}: {name} in adapter_config.json must be a number, is {value!r}", param="adapter_path"
-        )
+        raise _broken(directory, f"{name} in adapter_config.json must be a number, is {value!r}")
     return float(value)
 
 
@@ -133,9 +123,9 @@ def _modules(tensors: Mapping[str, TensorInfo], pattern: re.Pattern[str], direct
         found.setdefault(match["module"], {})[match["side"].lower()] = name
     for module, sides in found.items():
         if len(sides) != 2:
-            raise BrokenModel(f"LoRA adapter {directory}: {module[:200]} has lora_{min(sides)} alone", param="adapter_path")
+            raise _broken(directory, f"{module[:200]} has lora_{min(sides)} alone")
     if not found:
-        raise BrokenModel(f"LoRA adapter {directory}: has no LoRA weights", param="adapter_path")
+        raise _broken(directory, "has no LoRA weights")
     return {module: (sides["a"], sides["b"]) for module, sides in found.items()}
 
 
@@ -154,18 +144,18 @@ def _check_modules(
         if match is None:
             raise _unsupported(directory, f"module {module[:200]}, which is in no decoder layer")
         if int(match[1]) >= description.num_layers:
-            raise BrokenModel(
-                f"LoRA adapter {directory}: {module[:200]}: the model has {description.num_layers} "
-                "layers; is this an adapter for another model?",
-                param="adapter_path",
+            raise _broken(
+                directory, f"{module[:200]}: the model has {description.num_layers} layers; is this an adapter for another model?"
             )
         a, b = (tensors[name].shape for name in names)
         if len(a) != 2 or len(b) != 2:
             raise _unsupported(directory, f"{module[:200]} with weights of shapes {a} and {b} (experts)")
         if (a[0] if transposed else a[1]) != (b[1] if transposed else b[0]):
-            raise BrokenModel(
-                f"LoRA adapter {directory}: {module[:200]}: shapes {a} and {b} have no common rank", param="adapter_path"
-            )
+            raise _broken(directory, f"{module[:200]}: shapes {a} and {b} have no common rank")
+
+
+def _broken(directory: str, what: str) -> BrokenModel:
+    return BrokenModel(f"LoRA adapter {directory}: {what}", param="adapter_path")
 
 
 def _unsupported(directory: str, what: str) -> UnsupportedModel:

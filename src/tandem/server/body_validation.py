@@ -38,8 +38,7 @@ def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> 
         try:
             raw.decode()
         except UnicodeDecodeError as bad:
-            message = f"The request body is not valid UTF-8 (byte {bad.start})."
-            raise RequestError(message, code="invalid_utf8") from None
+            raise RequestError(f"The request body is not valid UTF-8 (byte {bad.start}).", code="invalid_utf8") from None
         raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(data, dict):
         raise RequestError("The request body must be a JSON object.", code="invalid_json")

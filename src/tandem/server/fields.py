@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 
 
 @dataclass(frozen=True)
@@ -55,144 +55,125 @@ def _only(of: str, names: str, *values: object) -> dict[str, Known]:
     return {name: Known(of, values) for name in names.split()}
 
 
-def _together(parts: Iterable[Fields]) -> Fields:
-    return {name: known for part in parts for name, known in part.items()}
-
-
-OPENAI = _together((_any("OpenAI", "user safety_identifier prompt_cache_options service_tier"), _only("OpenAI", "moderation")))
+OPENAI = _any("OpenAI", "user safety_identifier prompt_cache_options service_tier") | _only("OpenAI", "moderation")
 """OpenAI fields, accepted on most routes, that do not affect the text."""
 CACHING = _any("OpenAI", "prompt_cache_key prompt_cache_retention")
 """Cache fields of OpenAI, for routes without prefix caching."""
 
-GENERATING = _together(
-    (
-        OPENAI,
-        _any("OpenAI", "metadata store verbosity prediction"),
-        _only("OpenAI", "audio web_search_options"),
-        _only("OpenAI", "modalities", ["text"]),
-        _only("OpenAI", "functions", []),
-        _only("OpenAI", "function_call", "none", "auto"),
-        _any("vLLM", "priority request_id spaces_between_special_tokens guided_decoding_backend"),
-        _only("vLLM", "skip_special_tokens", True),
-        _only(
-            "vLLM", "include_stop_str_in_output use_beam_search early_stopping return_token_ids return_tokens_as_token_ids", False
-        ),
-        _only("vLLM", "length_penalty", 1),
-        _only("vLLM", "bad_words logits_processors", []),
-        _only("vLLM", "mm_processor_kwargs vllm_xargs kv_transfer_params", {}),
-        _only("vLLM", "truncate_prompt_tokens allowed_token_ids cache_salt guided_whitespace_pattern structural_tag"),
-        _any("SGLang", "rid data_parallel_rank return_cached_tokens_details"),
-        _only("SGLang", "separate_reasoning stream_reasoning", True),
-        _only("SGLang", "no_stop_trim return_hidden_states return_routed_experts", False),
-        _only("SGLang", "regex ebnf custom_logit_processor custom_params session_params"),
-        _any(
-            "llama.cpp",
-            "cache_prompt id_slot timings_per_token return_progress n_keep n_discard mirostat_tau "
-            "mirostat_eta xtc_threshold dry_base dry_allowed_length dry_penalty_last_n "
-            "dry_sequence_breakers dynatemp_exponent speculative.n_max speculative.n_min "
-            "speculative.p_min",
-        ),
-        _only("llama.cpp", "typical_p tfs_z", 1),
-        _only("llama.cpp", "xtc_probability mirostat dry_multiplier dynatemp_range n_probs n_indent min_keep", 0),
-        _only("llama.cpp", "top_n_sigma t_max_predict_ms", -1),
-        _only("llama.cpp", "penalize_nl post_sampling_probs return_tokens", False),
-        _only("llama.cpp", "repeat_last_n grammar grammar_lazy samplers json_schema response_fields"),
-        _any(
-            "Ollama",
-            "num_ctx keep_alive num_gpu main_gpu num_thread num_batch num_keep numa low_vram f16_kv vocab_only "
-            "use_mmap use_mlock",
-        ),
-        _only("Ollama", "options", {}),
-        _only("Ollama", "format", ""),
-        _only("Ollama", "raw", False),
-        _any("OpenRouter", "provider route models preset session_id trace usage"),
-        _only("OpenRouter", "transforms plugins", []),
-        _only("OpenRouter", "top_a", 0),
-        _any("LM Studio", "ttl draft_model"),
-        _any("mlx_lm.server", "num_draft_tokens"),
-        _only("mlx_lm.server", "repetition_context_size presence_context_size frequency_context_size"),
-        _any("GLM", "user_id tool_stream"),
-        _only("GLM", "do_sample", True),
-        _only("Qwen", "enable_search incremental_output", False),
-    )
-)
+GENERATING = {
+    **OPENAI,
+    **_any("OpenAI", "metadata store verbosity prediction"),
+    **_only("OpenAI", "audio web_search_options"),
+    **_only("OpenAI", "modalities", ["text"]),
+    **_only("OpenAI", "functions", []),
+    **_only("OpenAI", "function_call", "none", "auto"),
+    **_any("vLLM", "priority request_id spaces_between_special_tokens guided_decoding_backend"),
+    **_only("vLLM", "skip_special_tokens", True),
+    **_only(
+        "vLLM", "include_stop_str_in_output use_beam_search early_stopping return_token_ids return_tokens_as_token_ids", False
+    ),
+    **_only("vLLM", "length_penalty", 1),
+    **_only("vLLM", "bad_words logits_processors", []),
+    **_only("vLLM", "mm_processor_kwargs vllm_xargs kv_transfer_params", {}),
+    **_only("vLLM", "truncate_prompt_tokens allowed_token_ids cache_salt guided_whitespace_pattern structural_tag"),
+    **_any("SGLang", "rid data_parallel_rank return_cached_tokens_details"),
+    **_only("SGLang", "separate_reasoning stream_reasoning", True),
+    **_only("SGLang", "no_stop_trim return_hidden_states return_routed_experts", False),
+    **_only("SGLang", "regex ebnf custom_logit_processor custom_params session_params"),
+    **_any(
+        "llama.cpp",
+        "cache_prompt id_slot timings_per_token return_progress n_keep n_discard mirostat_tau "
+        "mirostat_eta xtc_threshold dry_base dry_allowed_length dry_penalty_last_n "
+        "dry_sequence_breakers dynatemp_exponent speculative.n_max speculative.n_min "
+        "speculative.p_min",
+    ),
+    **_only("llama.cpp", "typical_p tfs_z", 1),
+    **_only("llama.cpp", "xtc_probability mirostat dry_multiplier dynatemp_range n_probs n_indent min_keep", 0),
+    **_only("llama.cpp", "top_n_sigma t_max_predict_ms", -1),
+    **_only("llama.cpp", "penalize_nl post_sampling_probs return_tokens", False),
+    **_only("llama.cpp", "repeat_last_n grammar grammar_lazy samplers json_schema response_fields"),
+    **_any(
+        "Ollama",
+        "num_ctx keep_alive num_gpu main_gpu num_thread num_batch num_keep numa low_vram f16_kv vocab_only use_mmap use_mlock",
+    ),
+    **_only("Ollama", "options", {}),
+    **_only("Ollama", "format", ""),
+    **_only("Ollama", "raw", False),
+    **_any("OpenRouter", "provider route models preset session_id trace usage"),
+    **_only("OpenRouter", "transforms plugins", []),
+    **_only("OpenRouter", "top_a", 0),
+    **_any("LM Studio", "ttl draft_model"),
+    **_any("mlx_lm.server", "num_draft_tokens"),
+    **_only("mlx_lm.server", "repetition_context_size presence_context_size frequency_context_size"),
+    **_any("GLM", "user_id tool_stream"),
+    **_only("GLM", "do_sample", True),
+    **_only("Qwen", "enable_search incremental_output", False),
+}
 
-CHAT = _together(
-    (
-        GENERATING,
-        _only("vLLM", "add_generation_prompt", True),
-        _only("vLLM", "add_special_tokens echo", False),
-        _only("vLLM", "documents", []),
-        _only("vLLM", "chat_template chat_template_content_format media_io_kwargs"),
-        _only("llama.cpp", "reasoning_format", "auto", "deepseek"),
-        _only("llama.cpp", "thinking_forced_open parse_tool_calls", False),
-        _only("Ollama", "think"),
-    )
-)
+CHAT = {
+    **GENERATING,
+    **_only("vLLM", "add_generation_prompt", True),
+    **_only("vLLM", "add_special_tokens echo", False),
+    **_only("vLLM", "documents", []),
+    **_only("vLLM", "chat_template chat_template_content_format media_io_kwargs"),
+    **_only("llama.cpp", "reasoning_format", "auto", "deepseek"),
+    **_only("llama.cpp", "thinking_forced_open parse_tool_calls", False),
+    **_only("Ollama", "think"),
+}
 
-COMPLETION = _together(
-    (
-        GENERATING,
-        _any("OpenAI", "parallel_tool_calls reasoning_effort reasoning"),
-        _only("OpenAI", "tools", []),
-        _only("OpenAI", "tool_choice", "none", "auto"),
-        _only("OpenAI", "suffix", ""),
-        _only("vLLM", "add_special_tokens", True),
-    )
-)
+COMPLETION = {
+    **GENERATING,
+    **_any("OpenAI", "parallel_tool_calls reasoning_effort reasoning"),
+    **_only("OpenAI", "tools", []),
+    **_only("OpenAI", "tool_choice", "none", "auto"),
+    **_only("OpenAI", "suffix", ""),
+    **_only("vLLM", "add_special_tokens", True),
+}
 
-EMBEDDING = _together(
-    (
-        OPENAI,
-        CACHING,
-        _any("OpenAI", "metadata"),
-        _any("vLLM", "priority request_id"),
-        _any("Ollama", "keep_alive"),
-        _only("Ollama", "options", {}),
-        _only("Ollama", "truncate", False),
-        _only("vLLM", "add_special_tokens normalize", True),
-        _only("vLLM", "truncate_prompt_tokens cache_salt mm_processor_kwargs"),
-    )
-)
+EMBEDDING = {
+    **OPENAI,
+    **CACHING,
+    **_any("OpenAI", "metadata"),
+    **_any("vLLM", "priority request_id"),
+    **_any("Ollama", "keep_alive"),
+    **_only("Ollama", "options", {}),
+    **_only("Ollama", "truncate", False),
+    **_only("vLLM", "add_special_tokens normalize", True),
+    **_only("vLLM", "truncate_prompt_tokens cache_salt mm_processor_kwargs"),
+}
 
-TOKENS = _together(
-    (
-        OPENAI,
-        CACHING,
-        _any("OpenAI", "metadata"),
-        _only("vLLM", "continue_final_message", False),
-        _only("vLLM", "mm_processor_kwargs", {}),
-    )
-)
+TOKENS = {
+    **OPENAI,
+    **CACHING,
+    **_any("OpenAI", "metadata"),
+    **_only("vLLM", "continue_final_message", False),
+    **_only("vLLM", "mm_processor_kwargs", {}),
+}
 
-RESPONSES = _together(
-    (
-        OPENAI,
-        _any("OpenAI", "client_metadata max_tool_calls verbosity"),
-        _only("OpenAI", "truncation", "disabled"),
-        _only("OpenAI", "top_logprobs", 0),
-        _only("OpenAI", "conversation prompt"),
-        _only("OpenAI", "context_management", []),
-        _any("vLLM", "priority request_id"),
-        _only("vLLM", "skip_special_tokens", True),
-        _only("vLLM", "enable_response_messages include_stop_str_in_output", False),
-        _only("vLLM", "cache_salt mm_processor_kwargs"),
-    )
-)
+RESPONSES = {
+    **OPENAI,
+    **_any("OpenAI", "client_metadata max_tool_calls verbosity"),
+    **_only("OpenAI", "truncation", "disabled"),
+    **_only("OpenAI", "top_logprobs", 0),
+    **_only("OpenAI", "conversation prompt"),
+    **_only("OpenAI", "context_management", []),
+    **_any("vLLM", "priority request_id"),
+    **_only("vLLM", "skip_special_tokens", True),
+    **_only("vLLM", "enable_response_messages include_stop_str_in_output", False),
+    **_only("vLLM", "cache_salt mm_processor_kwargs"),
+}
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """Context edit of Anthropic's API that removes nothing; agents send it."""
 
-MESSAGES = _together(
-    (
-        _any("Anthropic", "metadata service_tier cache_control inference_geo diagnostics"),
-        _only("Anthropic", "speed", "standard"),
-        _only("Anthropic", "container"),
-        _only("Anthropic", "mcp_servers", []),
-        _only("Anthropic", "context_management", {}, {"edits": []}, {"edits": [KEEP_ALL]}),
-        _any("vLLM", "request_id"),
-    )
-)
+MESSAGES = {
+    **_any("Anthropic", "metadata service_tier cache_control inference_geo diagnostics"),
+    **_only("Anthropic", "speed", "standard"),
+    **_only("Anthropic", "container"),
+    **_only("Anthropic", "mcp_servers", []),
+    **_only("Anthropic", "context_management", {}, {"edits": []}, {"edits": [KEEP_ALL]}),
+    **_any("vLLM", "request_id"),
+}
 
 BY_SCHEMA: Mapping[str, Fields] = {
     "ChatRequest": CHAT,
@@ -294,7 +275,7 @@ def _take_renamed(name: str, ours: str, value: object, data: Mapping[str, object
         return {}
     own = data.get(ours)
     if own is not None and own != value:
-        raise RequestError(f"'{name}' and '{ours}' contradict each other; give one of them.", param=name, code="invalid_value")
+        raise invalid(name, f"'{name}' and '{ours}' contradict each other; give one of them.")
     kept[ours] = value
     return {ours: name}
 

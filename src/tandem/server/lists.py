@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import NotFoundError, invalid
 from tandem.json_types import JsonObject
 
 
@@ -16,11 +16,9 @@ def page(items: list[JsonObject], http: Request, *, newest_first: bool, most: in
     query = http.query_params
     order, limit = query.get("order") or ("desc" if newest_first else "asc"), query.get("limit", str(usual))
     if order not in ("asc", "desc"):
-        raise RequestError(f"Invalid 'order': '{order[:40]}' is neither 'asc' nor 'desc'.", param="order", code="invalid_value")
+        raise invalid("order", f"Invalid 'order': '{order[:40]}' is neither 'asc' nor 'desc'.")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most and len(limit) < 9):
-        raise RequestError(
-            f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {most}.", param="limit", code="invalid_value"
-        )
+        raise invalid("limit", f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {most}.")
     if order == "desc":
         items = items[::-1]
     if after := query.get("after"):

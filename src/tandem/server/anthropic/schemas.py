@@ -6,11 +6,10 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged, without_images
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged, without_images, wrong
 
 _ROLES = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 SCHEMA = {"type": "object"}
@@ -87,8 +86,7 @@ class Turn(Strict):
     def _fits_role(self) -> Turn:
         for block in self.content:
             if self.role != _ROLES.get(block.type, self.role):
-                context = {"type": block.type, "role": self.role}
-                raise PydanticCustomError("unsupported", "a {type} block has no place in a {role} message", context)
+                raise wrong("unsupported", f"a {block.type} block has no place in a {self.role} message")
         return self
 
 
@@ -124,7 +122,7 @@ class Choice(Strict):
     @model_validator(mode="after")
     def _named(self) -> Choice:
         if (self.type == "tool") != (self.name is not None):
-            raise PydanticCustomError("one_of", "'name' belongs to the type 'tool', and only to it")
+            raise wrong("one_of", "'name' belongs to the type 'tool', and only to it")
         return self
 
 
@@ -170,7 +168,7 @@ class CountRequest(Strict):
     @model_validator(mode="after")
     def _one_form(self) -> CountRequest:
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
-            raise PydanticCustomError("one_of", "'output_format' is the older name of 'output_config.format'; give one of them")
+            raise wrong("one_of", "'output_format' is the older name of 'output_config.format'; give one of them")
         return self
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from tandem.server.openai.messages import Conversation
+from tandem.server.openai.messages import Conversation, wrong
 from tandem.server.openai.schemas import ChatRequest, normalise_prompt
 
 
@@ -23,7 +22,7 @@ class WarmRequest(ChatRequest):
     @model_validator(mode="after")
     def _one_of(self) -> WarmRequest:
         if (self.prompt is None) != bool(self.messages):
-            raise PydanticCustomError("one_of", "give either 'prompt' or 'messages'")
+            raise wrong("one_of", "give either 'prompt' or 'messages'")
         if self.unfinished and (not self.messages or self.messages[-1].tool_calls):
-            raise PydanticCustomError("unfinished", "'unfinished' is about the text of the last of 'messages'")
+            raise wrong("unfinished", "'unfinished' is about the text of the last of 'messages'")
         return self

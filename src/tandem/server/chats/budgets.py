@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 
 from tandem.config.settings import ServerSettings
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import note_ignored
@@ -35,8 +35,7 @@ def budget_of(
     """
     field, limit, effort = asked
     if limit is not None and most is not None and limit > most:
-        why = f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that."
-        raise RequestError(why, param=field, code="invalid_value")
+        raise invalid(field, f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that.")
     if tokens is None:
         if limit and SENT_TO_ALL not in http.scope:
             why = (

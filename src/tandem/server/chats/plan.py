@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Request
 
 from tandem.config.settings import ServerSettings
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 from tandem.protocol.request import StructuredOutputs
 from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens, begin, follow
 from tandem.server.chats.budgets import budget_of
@@ -83,8 +83,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         raise RequestError(message, param="tools", code="unsupported_parameter")
     asked, hides, forced = fields.asked_form(), fields.hides_reasoning, choice.mode in ("required", "named")
     if asked is not None and forced:
-        message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
-        raise RequestError(message, param=asked[0], code="invalid_value")
+        raise invalid(asked[0], f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out.")
     told = [] if tools is None else [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
     messages, unfinished = fields.messages, ""
     if fields.continue_final_message:
@@ -202,7 +201,7 @@ def _unfinished(fields: ChatRequest, *, formed: bool) -> tuple[list[Message], st
             "The answer can go on with a last message by the assistant that holds text alone, after other "
             "messages, and without a form or a forced call."
         )
-        raise RequestError(message, param="messages", code="invalid_value")
+        raise invalid("messages", message)
     return before, last.content
 
 
@@ -211,7 +210,7 @@ def _asked_tokens(fields: ChatRequest) -> int | None:
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
         message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) contradict each other; give one of them."
-        raise RequestError(message, param="max_tokens", code="invalid_value")
+        raise invalid("max_tokens", message)
     return new if new is not None else old
 
 
@@ -219,11 +218,10 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
     """Return the parameter schemas of callable tools by name; None for none. Raises RequestError if `choice` needs others."""
     tools = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in fields.tools or ()}
     if choice.mode in ("required", "named") and not tools:
-        raise RequestError("'tool_choice' needs 'tools'.", param="tool_choice", code="invalid_value")
+        raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
     if choice.mode == "named":
         if choice.name not in tools:
-            message = f"Invalid 'tool_choice': there is no tool '{str(choice.name)[:64]}' in 'tools'."
-            raise RequestError(message, param="tool_choice", code="invalid_value")
+            raise invalid("tool_choice", f"Invalid 'tool_choice': there is no tool '{str(choice.name)[:64]}' in 'tools'.")
         return {choice.name: tools[choice.name]}
     return tools if tools and choice.mode != "none" else None
 
@@ -242,7 +240,7 @@ async def _form(
         grammar = await off_loop(texts.body_size > LARGE, answer_grammar, output_format, literal, answer)
         return await accepted(texts, param, await described(texts, param, StructuredOutputs(grammar=grammar)))
     except ValueError as error:
-        raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
+        raise invalid(param, f"Invalid '{param}': {error}.") from error
 
 
 # Chat template variables besides messages and tools. Templates read different ones: `reasoning_effort`
@@ -261,12 +259,11 @@ def template_variables(
 def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
     """Return `chat_template_kwargs` with `enable_thinking`. Raises RequestError, also for inconsistent logprobs fields."""
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     variables = checked_template_kwargs(fields.chat_template_kwargs)
     thinking = fields.enable_thinking
     if thinking is not None and variables.setdefault("enable_thinking", thinking) != thinking:
-        message = "'enable_thinking' contradicts the one in 'chat_template_kwargs'."
-        raise RequestError(message, param="enable_thinking", code="invalid_value")
+        raise invalid("enable_thinking", "'enable_thinking' contradicts the one in 'chat_template_kwargs'.")
     return variables
 
 
@@ -323,7 +320,7 @@ def _only(default: str, said: Mapping[str, T | None]) -> tuple[str, T | None]:
     fields = [(name, value) for name, value in said.items() if value is not None]
     for name, value in fields[1:]:
         if value != fields[0][1]:
-            raise RequestError(f"'{name}' contradicts '{fields[0][0]}'; give one of them.", param=name, code="invalid_value")
+            raise invalid(name, f"'{name}' contradicts '{fields[0][0]}'; give one of them.")
     return fields[0] if fields else (default, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import asdict
 from pydantic_core import to_json
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 from tandem.guided.grammar import grammar_of
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.chats.request_texts import RequestTexts
@@ -49,4 +49,4 @@ async def accepted(texts: RequestTexts, param: str, grammar: str) -> StructuredO
 
 
 def _refused(param: str, reason: object) -> RequestError:
-    return RequestError(f"Invalid '{param}': {reason}.", param=param, code="invalid_value")
+    return invalid(param, f"Invalid '{param}': {reason}.")

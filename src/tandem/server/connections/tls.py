@@ -58,8 +58,7 @@ class Certificate:
             raise ConfigError(f"--tls-cert {self._cert}, {flag} {path}: {reason}", param="tls_cert") from None
         except OSError as error:
             wrong = "--tls-key" if error.filename == self._key else "--tls-cert"
-            message = f"{wrong} {error.filename}: cannot be read ({error.strerror})"
-            raise ConfigError(message, param="tls_cert") from None
+            raise ConfigError(f"{wrong} {error.filename}: cannot be read ({error.strerror})", param="tls_cert") from None
         return context
 
 

@@ -6,12 +6,11 @@ import json
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.server.body_validation import checked
 from tandem.server.fields import GENERATING, Unknown, unknown_field
-from tandem.server.openai.messages import MAX_CALLS, MAX_FIELDS, MAX_MESSAGES, Strict, at_most
+from tandem.server.openai.messages import MAX_CALLS, MAX_FIELDS, MAX_MESSAGES, Strict, at_most, wrong
 from tandem.server.openai.schemas import ChatRequest, CompletionRequest
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -26,12 +25,12 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
 
 def _no_images(value: object) -> None:
     if value:
-        raise PydanticCustomError("unsupported", "images are not supported: no model here sees; send text alone")
+        raise wrong("unsupported", "images are not supported: no model here sees; send text alone")
 
 
 def _format(value: object) -> object:
     if value not in ("", "json") and not isinstance(value, dict):
-        raise PydanticCustomError("format", "expected 'json' or a JSON schema")
+        raise wrong("format", "expected 'json' or a JSON schema")
     return value
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tandem.errors import RequestError
+from tandem.errors import invalid
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
@@ -160,7 +160,7 @@ async def encode_prompts(
     tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     for prompt in tokens:
         if not prompt:
-            raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
+            raise invalid(param, f"'{param}' holds no tokens; give at least one.")
         if len(prompt) > context:
             raise too_long(context, param, len(prompt))
         check_token_ids(prompt, texts.status.vocab_size, param)

@@ -7,7 +7,7 @@ import base64
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import EngineStatus
 from tandem.server.acquire import acquire
@@ -63,17 +63,13 @@ def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:
             code="embeddings_unsupported",
         )
     if fields.dimensions is not None and fields.dimensions > status.hidden_size:
-        raise RequestError(
-            f"Invalid 'dimensions': {fields.dimensions} is more than the {status.hidden_size} of this model.",
-            param="dimensions",
-            code="invalid_value",
+        raise invalid(
+            "dimensions", f"Invalid 'dimensions': {fields.dimensions} is more than the {status.hidden_size} of this model."
         )
     if len(fields.input) > MAX_INPUTS:
-        raise RequestError(
-            f"At most {MAX_INPUTS} inputs in one request, not {len(fields.input)}.", param="input", code="invalid_value"
-        )
+        raise invalid("input", f"At most {MAX_INPUTS} inputs in one request, not {len(fields.input)}.")
     if "" in fields.input:
-        raise RequestError("'input' cannot be an empty string.", param="input", code="invalid_value")
+        raise invalid("input", "'input' cannot be an empty string.")
 
 
 def _body(fields: EmbeddingRequest, vectors: list[bytes], inputs: list[list[int]], model: str) -> bytes:

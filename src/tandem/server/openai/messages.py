@@ -27,6 +27,11 @@ MAX_CALLS = 1024
 """Most tool calls in one message."""
 
 
+def wrong(kind: str, message: str) -> PydanticCustomError:
+    """Return a validation error; those of the kind `unsupported` get that code."""
+    return PydanticCustomError(kind, "{message}", {"message": message})
+
+
 class Strict(BaseModel):
     """Base of schemas: no type conversions, no unknown fields, no NaN or infinity; null counts as absent."""
 
@@ -39,8 +44,7 @@ class Strict(BaseModel):
     @classmethod
     def _few_fields(cls, data: object) -> object:
         if isinstance(data, dict) and len(data) > MAX_FIELDS:
-            context = {"limit": MAX_FIELDS, "count": len(data)}
-            raise PydanticCustomError("too_many_fields", "at most {limit} fields, not {count}", context)
+            raise wrong("too_many_fields", f"at most {MAX_FIELDS} fields, not {len(data)}")
         if isinstance(data, dict) and (None in data.values() or not cls.without_effect.isdisjoint(data)):
             needed = _required(cls)
             return {
@@ -66,21 +70,17 @@ class Tagged(Strict):
     def _known(cls, data: object) -> object:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in cls.needs:
-            context = {"noun": cls.noun, "type": kind[:40]}
-            raise PydanticCustomError("unsupported", "{noun}s of type '{type}' are not supported", context)
+            raise wrong("unsupported", f"{cls.noun}s of type '{kind[:40]}' are not supported")
         return data
 
     @model_validator(mode="after")
     def _fits_type(self) -> Self:
         kind: str = getattr(self, "type")  # noqa: B009 - a field of each subclass
         present = {name for name in self.model_fields_set if getattr(self, name) is not None}
-        context = {"noun": self.noun, "type": kind}
         if missing := self.needs[kind] - present:
-            context["field"] = min(missing)
-            raise PydanticCustomError("missing_field", "a {type} {noun} needs '{field}'", context)
+            raise wrong("missing_field", f"a {kind} {self.noun} needs '{min(missing)}'")
         if extra := present - self.needs[kind] - self.takes.get(kind, set()) - self.always:
-            context["field"] = min(extra)
-            raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} {noun}", context)
+            raise wrong("unsupported", f"'{min(extra)}' does not belong to a {kind} {self.noun}")
         return self
 
 
@@ -94,8 +94,7 @@ def at_most(limit: int) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
-            context = {"limit": limit, "count": len(value)}
-            raise PydanticCustomError("too_many_entries", "at most {limit} entries, not {count}", context)
+            raise wrong("too_many_entries", f"at most {limit} entries, not {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -105,7 +104,7 @@ def only_type(kind: str, data: object) -> object:
     """Return a tool unchanged. Raises PydanticCustomError for another `type`, before errors about its other fields."""
     given = data.get("type", kind) if isinstance(data, dict) else kind
     if isinstance(given, str) and given != kind:
-        raise PydanticCustomError("unsupported", "tools of type '{type}' are not supported", {"type": given[:40]})
+        raise wrong("unsupported", f"tools of type '{given[:40]}' are not supported")
     return data
 
 
@@ -186,39 +185,36 @@ class Message(Strict):
         if isinstance(data.get("reasoning"), str):
             del data["reasoning"]
         for key in sorted(unsupported & data.keys()):
-            raise PydanticCustomError("unsupported", "'{field}' in a message is not supported", {"field": key})
+            raise wrong("unsupported", f"'{key}' in a message is not supported")
         if isinstance(data.get("content"), list):
             parts = without_images(data["content"]) if data.get("role") == "tool" else data["content"]
             if len(parts) > MAX_PARTS:
-                context = {"limit": MAX_PARTS, "count": len(parts)}
-                raise PydanticCustomError("too_many_parts", "at most {limit} content parts, not {count}", context)
+                raise wrong("too_many_parts", f"at most {MAX_PARTS} content parts, not {len(parts)}")
             data["content"] = "".join(_part_text(index, part) for index, part in enumerate(parts))
         if data.get("role") == "function":
-            raise PydanticCustomError("unsupported", "role '{role}' is not supported", {"role": data["role"]})
+            raise wrong("unsupported", "role 'function' is not supported")
         return data
 
     @model_validator(mode="after")
     def _fits_role(self) -> Message:
         if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("missing_content", "a {role} message needs 'content'", {"role": self.role})
+            raise wrong("missing_content", f"a {self.role} message needs 'content'")
         for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, field) is not None and self.role != role:
-                context = {"field": field, "role": role, "mine": self.role}
-                raise PydanticCustomError("unsupported", "'{field}' belongs to role '{role}', not '{mine}'", context)
+                raise wrong("unsupported", f"'{field}' belongs to role '{role}', not '{self.role}'")
         if self.role == "tool" and self.tool_call_id is None:
-            raise PydanticCustomError("missing_id", "a tool message needs the 'tool_call_id' that it answers")
+            raise wrong("missing_id", "a tool message needs the 'tool_call_id' that it answers")
         return self
 
 
 def _part_text(index: int, part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise PydanticCustomError("content_part", "content part {index} is not an object with a 'type'", {"index": index})
+        raise wrong("content_part", f"content part {index} is not an object with a 'type'")
     if part["type"] != "text":
-        context = {"index": index, "type": part["type"][:40]}
-        raise PydanticCustomError("unsupported", "content part {index}: type '{type}' is not supported", context)
+        raise wrong("unsupported", f"content part {index}: type '{part['type'][:40]}' is not supported")
     said = {name for name, value in part.items() if value is not None} - {"cache_control"}
     if said != {"type", "text"} or not isinstance(part["text"], str):
-        raise PydanticCustomError("content_part", "content part {index} needs a string 'text' alone", {"index": index})
+        raise wrong("content_part", f"content part {index} needs a string 'text' alone")
     return part["text"]
 
 

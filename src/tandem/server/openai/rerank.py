@@ -8,7 +8,7 @@ import struct
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
@@ -58,7 +58,7 @@ async def score(http: Request) -> Response:
     queries = queries * len(documents) if len(queries) == 1 else queries
     if len(queries) != len(documents):
         message = f"'text_1' has {len(queries)} texts and 'text_2' has {len(documents)}; give one, or as many as there."
-        raise RequestError(message, param="text_1", code="invalid_value")
+        raise invalid("text_1", message)
     model, scores, usage = await _judged(http, fields, list(zip(queries, documents, strict=True)), "text_2")
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return json_response({**head("list", new_id("score"), model), "data": data, "usage": usage})
@@ -74,7 +74,7 @@ async def _judged(
     _check(served, able=texts.tokenizer.has_special("<|im_start|>") and all(len(label) == 1 for label in labels))
     if sum(len(query) + len(document) for query, document in pairs) > api.max_body:
         message = f"{len(pairs)} documents, each with its query, have more than {api.max_body} characters; send fewer at once."
-        raise RequestError(message, param=param, code="invalid_value")
+        raise invalid(param, message)
     task = INSTRUCTION if fields.instruction is None else fields.instruction
     bodies = [f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}" for query, document in pairs]
     prompts = [[*start, *body, *end] for body in await texts.encode(bodies, param, special=False)]

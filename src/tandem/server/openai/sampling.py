@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.server.chats.prompt import too_long
@@ -23,8 +23,7 @@ def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> Non
     """Raise RequestError if a token id is not in the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < vocab_size:
-            message = f"Invalid '{param}': token id {token} is not in the vocabulary (0 to {vocab_size - 1})."
-            raise RequestError(message, param=param, code="invalid_value")
+            raise invalid(param, f"Invalid '{param}': token id {token} is not in the vocabulary (0 to {vocab_size - 1}).")
 
 
 def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
@@ -34,21 +33,19 @@ def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, 
     """
     n = fields.n or 1
     if prompts > most_choices:
-        message = f"At most {most_choices} prompts in one request, not {prompts}."
-        raise RequestError(message, param="prompt")
+        raise RequestError(f"At most {most_choices} prompts in one request, not {prompts}.", param="prompt")
     if n * prompts > most_choices:
         times = f" for each of {prompts} prompts" if prompts > 1 else ""
-        message = f"At most {most_choices} choices in one request, not {n}{times}."
-        raise RequestError(message, param="n", code="invalid_value")
+        raise invalid("n", f"At most {most_choices} choices in one request, not {n}{times}.")
     if fields.max_tokens == 0 and fields.prompt_logprobs is None and not echo:
         message = (
             "'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
             "'prompt_logprobs' (or, of /v1/completions, with 'echo')."
         )
-        raise RequestError(message, param="max_tokens", code="invalid_value")
+        raise invalid("max_tokens", message)
     if fields.stream and fields.prompt_logprobs is not None:
         message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
-        raise RequestError(message, param="prompt_logprobs", code="invalid_value")
+        raise invalid("prompt_logprobs", message)
 
 
 def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: int) -> None:
@@ -63,7 +60,7 @@ def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: i
             f"'{param}' of {count} for {tokens} prompt tokens{times} comes to {told} log probabilities; an "
             f"answer may hold {MOST_PROMPT_LOGPROBS}. Ask for fewer, or send shorter prompts."
         )
-        raise RequestError(message, param=param, code="invalid_value")
+        raise invalid(param, message)
 
 
 def room(prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str) -> int:
@@ -74,7 +71,7 @@ def room(prompt: Sequence[int], asked: int | None, served: Served, status: Engin
     """
     context, default = status.max_context, served.settings.server.default_max_tokens or status.defaults.max_tokens
     if not prompt:
-        raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
+        raise invalid(param, f"'{param}' holds no tokens; give at least one.")
     left = context - len(prompt)
     if left < (asked != 0):
         raise too_long(context, param, len(prompt))
@@ -98,11 +95,9 @@ def sampling_params(
     if form is not None:
         for name in ("min_tokens", "ignore_eos"):
             if getattr(fields, name):
-                message = f"'{name}' contradicts structured output, whose form decides where the answer ends."
-                raise RequestError(message, param=name, code="invalid_value")
+                raise invalid(name, f"'{name}' contradicts structured output, whose form decides where the answer ends.")
     if (fields.min_tokens or 0) > max_tokens:
-        message = f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens})."
-        raise RequestError(message, param="min_tokens", code="invalid_value")
+        raise invalid("min_tokens", f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens}).")
     check_token_ids(fields.stop_token_ids or (), status.vocab_size, "stop_token_ids")
     own = status.defaults
     return SamplingParams(
@@ -169,8 +164,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     bias = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            message = f"Invalid 'logit_bias': key '{key[:40]}' is not a token id."
-            raise RequestError(message, param="logit_bias", code="invalid_value")
+            raise invalid("logit_bias", f"Invalid 'logit_bias': key '{key[:40]}' is not a token id.")
         bias[int(key)] = value
     check_token_ids(bias, vocab_size, "logit_bias")
     return bias

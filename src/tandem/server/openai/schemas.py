@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
-from tandem.errors import RequestError
+from tandem.errors import invalid
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Conversation, Strict, Tool, ToolChoice, Tools, at_most
+from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Conversation, Strict, Tool, ToolChoice, Tools, at_most, wrong
 
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 256
@@ -85,7 +84,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _belongs(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("one_of", "'json_schema' belongs to the type 'json_schema', and only to it")
+            raise wrong("one_of", "'json_schema' belongs to the type 'json_schema', and only to it")
         return self
 
     @property
@@ -171,15 +170,14 @@ class SamplingFields(Strict):
     def _one_or_many(cls, value: object) -> object:
         stops = [value] if isinstance(value, str) else value
         if isinstance(stops, list) and len(stops) > MAX_STOPS:
-            context = {"limit": MAX_STOPS, "count": len(stops)}
-            raise PydanticCustomError("too_many_stops", "at most {limit} stop strings, not {count}", context)
+            raise wrong("too_many_stops", f"at most {MAX_STOPS} stop strings, not {len(stops)}")
         return stops
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod
     def _unlimited(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value == 0 and info.field_name == "max_completion_tokens":
-            raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
+            raise wrong("no_tokens", "must be at least 1, or -1 for no limit")
         return None if value == -1 else value
 
     def asked_form(self) -> tuple[str, StructuredOutputs] | None:
@@ -205,9 +203,7 @@ class SamplingFields(Strict):
                     response_formats[f"structured_outputs.{name}"] = _form(name, value)
         if len(response_formats) > 1:
             first, second, *_ = response_formats
-            raise RequestError(
-                f"'{first}' and '{second}' both ask for a form; give one of them.", param=second, code="invalid_value"
-            )
+            raise invalid(second, f"'{first}' and '{second}' both ask for a form; give one of them.")
         return next(iter(response_formats.items()), None)
 
     @property
@@ -265,7 +261,7 @@ class ChatRequest(SamplingFields):
         names = [tool.function.name for tool in value or ()]
         for name in names:
             if names.count(name) > 1:
-                raise PydanticCustomError("twice", "there are two tools '{name}'", {"name": name})
+                raise wrong("twice", f"there are two tools '{name}'")
         return value
 
     @field_validator("tool_choice", mode="before")
@@ -276,7 +272,7 @@ class ChatRequest(SamplingFields):
         function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return {"mode": "named", "name": function["name"]}
-        raise PydanticCustomError("tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)})
+        raise wrong("tool_choice", f"expected 'auto', 'none', 'required' or {NAMED_FORM}")
 
 
 def normalise_prompt(value: object) -> list[Any]:
@@ -291,9 +287,7 @@ def normalise_prompt(value: object) -> list[Any]:
             return value
         if kinds == {list} and all(set(map(type, item)) == {int} for item in value):
             return value
-    raise PydanticCustomError(
-        "prompt_form", "expected a string, a list of strings, a list of token ids, or a list of such lists, none empty"
-    )
+    raise wrong("prompt_form", "expected a string, a list of strings, a list of token ids, or a list of such lists, none empty")
 
 
 Prompts = Annotated[list[Any], BeforeValidator(normalise_prompt)]
@@ -388,7 +382,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("one_of", "give either 'prompt' or 'messages'")
+            raise wrong("one_of", "give either 'prompt' or 'messages'")
         return self
 
 

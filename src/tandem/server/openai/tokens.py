@@ -55,8 +55,7 @@ async def tokenizer_info(http: Request, model: str | None = None) -> Response:
     """Return the model's tokenizer_config.json and its chat template."""
     api = get_api(http)
     if not api.settings.server.enable_tokenizer_info_endpoint:
-        message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."
-        raise NotFoundError(message, code="unknown_url")
+        raise NotFoundError("/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on).", code="unknown_url")
     served = find_model(http, model)
     if api.model_pool is not None and not api.model_pool.available(served):
         raise UnavailableError(

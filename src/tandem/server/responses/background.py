@@ -14,7 +14,7 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.responses import Response, StreamingResponse
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import NotFoundError, RequestError, invalid
 from tandem.json_types import JsonObject
 from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
@@ -108,11 +108,7 @@ def wanted_events(http: Request) -> int | None:
     if query.get("stream", "false").lower() not in ("true", "1"):
         return None
     if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
-        raise RequestError(
-            f"Invalid 'starting_after': '{after[:40]}' is not the number of an event.",
-            param="starting_after",
-            code="invalid_value",
-        )
+        raise invalid("starting_after", f"Invalid 'starting_after': '{after[:40]}' is not the number of an event.")
     return -1 if after is None else int(after)
 
 

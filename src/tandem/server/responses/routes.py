@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from tandem.errors import NotFoundError, RequestError, TooLargeError, UnavailableError
+from tandem.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, invalid
 from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
 from tandem.server.body import read_body, translated, understood
@@ -180,11 +180,10 @@ async def _past(http: Request, previous: str) -> tuple[bytes, list[JsonObject]]:
         )
     response = await stored.response(http)
     if response["status"] not in ("completed", "incomplete"):
-        raise RequestError(
+        raise invalid(
+            "previous_response_id",
             f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
             "that is completed or incomplete can be continued.",
-            param="previous_response_id",
-            code="invalid_value",
         )
     return await stored.request(), response["output"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
@@ -18,6 +17,7 @@ from tandem.server.openai.messages import (
     Tagged,
     at_most,
     without_images,
+    wrong,
 )
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
 
@@ -151,7 +151,7 @@ class Form(Strict):
     @model_validator(mode="after")
     def _belongs(self) -> Form:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise PydanticCustomError("one_of", "'schema' belongs to the type 'json_schema', and only to it")
+            raise wrong("one_of", "'schema' belongs to the type 'json_schema', and only to it")
         return self
 
 
@@ -223,4 +223,4 @@ class ResponsesRequest(Strict):
             and isinstance(value["name"], str)
         ):
             return value
-        raise PydanticCustomError("tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)})
+        raise wrong("tool_choice", f"expected 'auto', 'none', 'required' or {NAMED_FORM}")

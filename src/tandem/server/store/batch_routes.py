@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import NotFoundError, RequestError, invalid
 from tandem.server.body import read_body
 from tandem.server.body_validation import parse_bytes
 from tandem.server.context import get_api, get_group, new_id, note_ignored
@@ -186,10 +186,8 @@ async def create_batch(http: Request) -> Response:
         note_ignored(http, *left_out)
     file = batches.files.find(fields.input_file_id, _owner(http))
     if file is None or file.purpose != "batch":
-        raise RequestError(
-            f"Invalid 'input_file_id': there is no file '{fields.input_file_id[:100]}' with the purpose 'batch'.",
-            param="input_file_id",
-            code="invalid_value",
+        raise invalid(
+            "input_file_id", f"Invalid 'input_file_id': there is no file '{fields.input_file_id[:100]}' with the purpose 'batch'."
         )
     now, keep = time.time(), fields.output_expires_after
     batch = BatchRecord(

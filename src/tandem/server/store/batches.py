@@ -21,7 +21,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from tandem.crash_guard import start_task
-from tandem.errors import RequestError, UnavailableError
+from tandem.errors import RequestError, UnavailableError, invalid
 from tandem.server.context import Api
 from tandem.server.failures import internal_error
 from tandem.server.store.calls import StoredReply
@@ -201,9 +201,7 @@ class Batches(Records[BatchRecord]):
     async def cancel(self, batch: BatchRecord) -> None:
         """Cancel a batch; finished answers are kept. Raises RequestError for a finished batch."""
         if batch.status not in OPEN:
-            raise RequestError(
-                f"A batch with the status '{batch.status}' cannot be cancelled.", param="batch_id", code="invalid_value"
-            )
+            raise invalid("batch_id", f"A batch with the status '{batch.status}' cannot be cancelled.")
         if batch.status in ("validating", "in_progress"):
             batch.end = "cancelled"
             self._enter(batch, "cancelling")

@@ -22,7 +22,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from tandem.errors import ConfigError, RequestError, TooLargeError, UnavailableError
+from tandem.errors import ConfigError, RequestError, TooLargeError, UnavailableError, invalid
 from tandem.server.context import new_id
 from tandem.server.failures import ClientGone, refused
 from tandem.server.store.jobs import Jobs
@@ -289,13 +289,9 @@ class _Upload(MultiPartParser):
             missing = "purpose" if purpose is None else "file"
             raise RequestError(f"Missing required parameter: '{missing}'.", param=missing, code="missing_required_parameter")
         if purpose != "batch":
-            raise RequestError(
-                f"Invalid 'purpose': '{str(purpose)[:40]}'; only files for 'batch' have a use here.",
-                param="purpose",
-                code="invalid_value",
-            )
+            raise invalid("purpose", f"Invalid 'purpose': '{str(purpose)[:40]}'; only files for 'batch' have a use here.")
         if not upload.size:
-            raise RequestError("'file' is empty.", param="file", code="invalid_value")
+            raise invalid("file", "'file' is empty.")
         now = time.time()
         return File(
             id=new_id("file"),
@@ -315,17 +311,11 @@ def _keep_s(anchor: object, seconds: object) -> float:
     if anchor is None and seconds is None:
         return KEEP_S
     if anchor != "created_at":
-        raise RequestError(
-            "Invalid 'expires_after[anchor]': expected 'created_at'.", param="expires_after[anchor]", code="invalid_value"
-        )
+        raise invalid("expires_after[anchor]", "Invalid 'expires_after[anchor]': expected 'created_at'.")
     if not (
         isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and SHORTEST_S <= int(seconds[:20]) <= LONGEST_S
     ):
-        raise RequestError(
-            f"Invalid 'expires_after[seconds]': expected {SHORTEST_S} to {LONGEST_S}.",
-            param="expires_after[seconds]",
-            code="invalid_value",
-        )
+        raise invalid("expires_after[seconds]", f"Invalid 'expires_after[seconds]': expected {SHORTEST_S} to {LONGEST_S}.")
     return float(seconds)
 
 

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import NotFoundError, invalid
 from tandem.server.body import read_body
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import Api, get_group
@@ -92,10 +92,8 @@ def _key(values: Sequence[str]) -> str:
         return ""
     key = values[0].strip().strip('"')
     if len(values) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
-        raise RequestError(
-            f"The Idempotency-Key must be one text of 1 to {LONGEST_KEY} printable ASCII characters.",
-            param="Idempotency-Key",
-            code="invalid_value",
+        raise invalid(
+            "Idempotency-Key", f"The Idempotency-Key must be one text of 1 to {LONGEST_KEY} printable ASCII characters."
         )
     return key
 
