@@ -113,9 +113,7 @@ COMMANDS = {
             Later("rank:run"),
         ),
         "doctor": Command(
-            "Check the machines and links of a cluster, and print how to mend what is wrong.",
-            machines.add_doctor,
-            _doctor,
+            "Check the machines and links of a cluster, and print how to mend what is wrong.", machines.add_doctor, _doctor
         ),
         "support": Command(
             "Write one file for a bug report: versions, settings, logs and findings, no keys, no prompts.",
