@@ -53,7 +53,8 @@ def test_kept_prefixes_are_hit_and_change_nothing(tmp_path: Path, family: str) -
     kept = family != "mamba2"
     assert (status.prefix_queries, status.prefix_hits) == (5 * kept, 4 * kept)
     assert [one.cached_tokens for one in alone] == [0, *[128 * kept] * 4]
-    assert [one.cached_tokens for one in together] == [one * kept for one in (128, 128, 160, 160, 128)]
+    states = family not in ("llama", "deepseek_v3")  # what stands beside the blocks does so at every second one of 32
+    assert [one.cached_tokens for one in together] == [one * kept for one in (128, 128, *[128 if states else 160] * 2, 128)]
 
 
 def test_kept_prefixes_give_way_to_running_requests(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ UNTOLD = {
 
 def assert_as_listed(family: str, stage: StageModel, description: ModelDescription) -> None:
     """docs/models-list.md says of the type what its caches can do, and drafts are refused before it is loaded."""
-    drafts, prefixes, batches = next(
-        line.strip("| ").split(" | ")[-4:-1] for line in PAGE.splitlines() if line.startswith(f"| `{family}` |")
+    drafts, prefixes, _, batches = next(
+        line.strip("| ").split(" | ")[-5:-1] for line in PAGE.splitlines() if line.startswith(f"| `{family}` |")
     )
     assert prefixes == ("any length" if trimmable(stage.make_caches()) else "blocks")
     assert batches == ("one by one" if stage.one_by_one else "together")
