@@ -43,7 +43,12 @@ def ready(rank: int, machine: str, **changes) -> Ready:
 
 
 def room(*ranks: Ready, fraction: float = 0.85) -> int:
-    layout = SimpleNamespace(max_context=1 << 20, micro_batches=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
+    layout = SimpleNamespace(
+        max_context=1 << 20,
+        micro_batches=1,
+        ranks=[SimpleNamespace(stages=2)],
+        description=SimpleNamespace(eos_token_ids=(), vocab_size=9),
+    )
     settings = Settings(scheduler=SchedulerSettings(memory_fraction=fraction))
     return make_limits(settings, layout, ranks, shrink=False).kv_tokens
 
@@ -70,6 +75,7 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
     layout = SimpleNamespace(
         max_context=64,
         micro_batches=1,
+        ranks=[SimpleNamespace(stages=2)],
         description=SimpleNamespace(eos_token_ids=(), vocab_size=9, num_heads=heads, num_kv_heads=8),
     )
     settings = Settings(speculation=SpeculationSettings(speculative_method="ngram", num_speculative_tokens=5))
@@ -78,7 +84,12 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
 
 
 def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
-    layout = SimpleNamespace(max_context=1 << 20, micro_batches=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
+    layout = SimpleNamespace(
+        max_context=1 << 20,
+        micro_batches=1,
+        ranks=[SimpleNamespace(stages=2)],
+        description=SimpleNamespace(eos_token_ids=(), vocab_size=9),
+    )
     ranks = (ready(0, "a", state_bytes=2**21), ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
     limits = make_limits(Settings(), layout, ranks, shrink=False)
     assert limits.prefix_extra == 2**22 // 2**18, "positions of the rank that keeps some"

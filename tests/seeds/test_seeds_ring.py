@@ -84,7 +84,7 @@ WORKS = [
     ),
     (
         "`MODEL_CACHE_DIR=/Users/${USER}/.cache/huggingface/hub`",
-        "`HF_HUB_CACHE`, where it ends in `/hub`, also on the workers: a path below the home directory is below theirs there",
+        "`HF_HUB_CACHE`, where it ends in a folder `hub`, on workers too: a path below the home directory is below theirs there",
         "tests/config/test_config_loading.py::"
         "test_workers_of_the_ring_profile_are_a_hosts_list_in_memory_with_a_tensor_parallel_rank_on_each",
     ),

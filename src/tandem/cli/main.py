@@ -131,7 +131,7 @@ COMMANDS = {
         "top": Command(
             "Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts.",
             bench.add_top,
-            Later("top:run"),
+            Later("bench.top:run"),
         ),
         "replica": Command(
             "See, add and drain the replicas of a running `tandem serve`.", servers.add_replica, Later("lifecycle:run_replica")

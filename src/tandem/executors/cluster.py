@@ -73,8 +73,7 @@ Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
 
 
 class ClusterExecutor(Executor):
-    """Executor of one rank group at a time. If a rank fails all are ended, and `start` creates a new group with new keys and
-    ports."""
+    """Executor of one rank group at a time. If a rank fails all end, and `start` creates a new group with new keys and ports."""
 
     def __init__(
         self,
@@ -360,8 +359,7 @@ class ClusterExecutor(Executor):
             raise RankFailure(f"rank {rank} {error}", rank=rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
-        """Return the next message of this rank group, None without any. Unreadable messages are logged and dropped. Raises
-        the error of a `Failure`."""
+        """Return the next message of this rank group, None without any. Unreadable ones are logged. Raises a `Failure`."""
         if self._bus is None:
             raise RankFailure("the executor is not started")
         try:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.shard_modules import at, put
+from tandem.loading.stage_caches import GroupedMask, OtherStageCache, cache_kind
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
 from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
@@ -103,7 +104,7 @@ class PipelineModel:
             for i, at in enumerate(self._places)
         ]
         if self._grouped_scores:
-            full = [_GroupedMask(cache) for cache in full]
+            full = [GroupedMask(cache) for cache in full]
         tokens = x
         forwarded: list[Any] = [None] * len(self._stage_payload.forwarded)
         if self.own.start:
@@ -265,17 +266,17 @@ class PipelineModel:
         made: Cache = deepcopy(self._made[index])
         if self._counts is None or not hasattr(made, "offset"):
             return made
-        return _OtherStageCache(made, caches[self._counts])
+        return OtherStageCache(made, caches[self._counts])
 
     def _place(self, index: int) -> tuple[int, ...] | None:
         """Return the index of this stage's cache for the model's cache `index`, or of one that yields equal masks, as a
         member of a list at last; None if there is none."""
         if index in self._kept:
             return (self._kept.index(index),)
-        kind, kept = _kind(self._made[index]), [self._made[i] for i in self._kept]
+        kind, kept = cache_kind(self._made[index]), [self._made[i] for i in self._kept]
         places: list[tuple[tuple[int, ...], Cache]] = [((at,), cache) for at, cache in enumerate(kept)]
         places += [((at, i), one) for (at,), cache in places for i, one in enumerate(getattr(cache, "caches", ()))]
-        return next((place for place, cache in places if _kind(cache) == kind), None)
+        return next((place for place, cache in places if cache_kind(cache) == kind), None)
 
 
 class _Reached(BaseException):
@@ -473,41 +474,6 @@ class _Watched(_Placeholder):
         out = self._layer(*args, **kwargs)
         self._tell(_Seen(number, out if isinstance(out, tuple) else (out,), args, kwargs))
         return out
-
-
-class _GroupedMask:
-    """Cache wrapper whose masks [rows, 1, L, positions] get an axis for the queries of a kv head."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def make_mask(self, *args: object, **kwargs: object) -> object:
-        mask = self._cache.make_mask(*args, **kwargs)
-        return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
-
-
-class _OtherStageCache:
-    """Placeholder for another stage's cache of a kind that this stage lacks; offset and masks are those of an own cache."""
-
-    def __init__(self, made: Any, own: Any) -> None:
-        self._made, self.offset = made, own.offset
-        if hasattr(own, "make_mask"):
-            self.make_mask = own.make_mask
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._made, name)
-
-
-def _kind(cache: Cache) -> object:
-    """Return a key that is equal for caches of the same class, window and number of states; for a list, keys of its
-    members."""
-    if isinstance(cache, CacheList):
-        return tuple(_kind(one) for one in cache.caches)
-    sizes = (getattr(cache, name, None) for name in ("max_size", "keep", "chunk_size"))
-    return type(cache), len(getattr(cache, "cache", ())), *sizes
 
 
 def _layer_list(model: nn.Module) -> tuple[nn.Module, str, str]:

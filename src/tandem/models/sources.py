@@ -10,7 +10,7 @@ from tandem.models.families.table import family_of
 
 MLX_VLM = ((0, 7, 10), (0, 8))
 """Lowest version of mlx-vlm that is supported, and the first above that is not; as in the extra `vision`."""
-_INSTALL = "python -m pip install --no-deps 'mlx-vlm>=0.7.10,<0.8' 'pillow>=12,<14'"
+_INSTALL = "pip install --no-deps 'mlx-vlm>=0.7.10,<0.8' 'pillow>=12,<14'"
 
 
 def require_source(model_type: str) -> None:

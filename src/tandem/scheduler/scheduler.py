@@ -133,8 +133,7 @@ class Scheduler:
 
     @property
     def suspect(self) -> Sequence | None:
-        """Suspect that is next in the queue while no other request runs; None otherwise. It may have to wait for idle time
-        and its api's acknowledgement."""
+        """Suspect that is next in the queue while no other request runs, though it may have to wait; None otherwise."""
         if not self._queue or self.batches.running or self._under_way:
             return None
         first = self._first()
@@ -174,8 +173,7 @@ class Scheduler:
         return micro_batch.sampling > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
 
     def _plan(self, micro_batch: MicroBatch, *, pause: bool = False, chunks: bool = True) -> StepPlan | None:
-        """Return the next plan of `micro_batch`; None without work. `pause`: its sequences do not decode in it; `chunks`: it may
-        compute prompts."""
+        """Return the next plan of `micro_batch`; None without work. `pause`: without decoding; `chunks`: with prompts."""
         for sequence in micro_batch.decoding():
             if sequence.complete:
                 micro_batch.drop(sequence)
@@ -219,8 +217,7 @@ class Scheduler:
 
     def _chunk(self) -> int:
         """Return the prompt tokens allowed in the next step."""
-        stages = self.limits.stages
-        plans = stages + 1 if stages > 1 else 1
+        plans = self.limits.stages + (self.limits.stages > 1)
         return self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members(), plans=plans)
 
     def _speculate(self, micro_batch: MicroBatch, decode: list[Sequence]) -> SpecDecodePlan | None:
@@ -349,7 +346,7 @@ class Scheduler:
             )
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
-                self._got(prompted, op.start + op.count)
+                prompted.got(op.start + op.count)
                 if op.request_id in result.prompt_logprobs:
                     prompted.score(op.start, result.prompt_logprobs[op.request_id])
         outputs = [message for request_id in plan.ended() if (message := self._take_end(request_id, result))]
@@ -382,7 +379,7 @@ class Scheduler:
             sequence.tokens.append(tokens[taken])
             reason = sequence.end_reason(self.limits.eos_token_ids)
             taken += 1
-        self._got(sequence, len(sequence.tokens))
+        sequence.got(len(sequence.tokens))
         self.fair_queue.charge(sequence.request, taken - 1)
         if sequence.micro_batch is not None and sequence.decoding:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
@@ -403,12 +400,6 @@ class Scheduler:
             sequence.from_disk if first else 0,
             prompt_logprobs=prompt_logprobs,
         )
-
-    @staticmethod
-    def _got(sequence: Sequence, positions: int) -> None:
-        """Record the positions that ranks have certainly computed."""
-        sequence.reached = positions
-        sequence.yields |= sequence.quarantine_record.passed(positions)
 
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
         """Return the output of a sequence that ends with its prompt; None for one that was aborted."""

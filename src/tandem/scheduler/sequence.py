@@ -137,6 +137,11 @@ class Sequence:
         """True if the tokens in flight reach `max_tokens`, so no further step is needed."""
         return self.produced + self.inflight >= self.request.params.max_tokens
 
+    def got(self, positions: int) -> None:
+        """Record the positions that ranks have certainly computed."""
+        self.reached = positions
+        self.yields |= self.quarantine_record.passed(positions)
+
     def enter(self, micro_batch: int, cached: int = 0) -> InsertOp:
         """Join `micro_batch` with the first `cached` positions restored from the prefix cache."""
         self.reached, self.yields = cached, False
