@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.checkpoints import catalogue as names
+from tandem.checkpoints.hub import _explained
 from tandem.checkpoints.resolve import HUB_ID, expect, known, name_of, resolve
 from tandem.checkpoints.stored import hub_dir
 from tandem.cli.main import main
@@ -142,6 +143,7 @@ def test_a_search_has_the_catalogue_and_what_the_hub_finds_with_what_fits(hub, c
     found = [
         {"id": "org/coder", "safetensors": {"parameters": {"BF16": 1 << 30, "U32": 1 << 28}}},
         {"id": "org/unsized"},
+        {"id": "org/\x1b]0;title\x07\x1b[31mred"},
         {"id": twice},
     ]
     hub.body = json.dumps(found).encode()
@@ -149,6 +151,7 @@ def test_a_search_has_the_catalogue_and_what_the_hub_finds_with_what_fits(hub, c
     table = capsys.readouterr()
     assert re.search(r"qwen3-coder:30b +mlx-community/\S+-4bit +qwen3_moe +16.0 GiB +does not fit: needs about", table.out)
     assert re.search(r"org/coder +- +3.0 GiB +fits", table.out) and "size unknown" in table.out
+    assert "org/]0;title[31mred" in table.out, "names from a mirror leave the terminal alone"
     assert table.out.count(twice) == 1 and "search=qwen3+coder+30b&filter=mlx" in hub.asked[0]
     assert main(["search"]) == 0 and len(hub.asked) == 1, "the hub is not asked for everything"
     assert capsys.readouterr().out.count("mlx-community/") > 80
@@ -165,6 +168,11 @@ def test_without_the_hub_the_catalogue_is_searched(hub, body, monkeypatch, capsy
     assert "mlx-community/Phi-4-mini-instruct" in table.out and "the hub's own search is left out" in table.err
     assert main(["search", "qwen3:9b"]) == 1
     assert "nothing is found (did you mean qwen3" in capsys.readouterr().err
+
+
+def test_a_mirror_that_answers_something_else_is_told_in_one_line():
+    with pytest.raises(ModelNotFound, match="the hub cannot be reached"), _explained("org/model", None):
+        [].__getattribute__("get")  # as the hub's client does with an answer that is a list
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch):

@@ -21,6 +21,7 @@ from tandem.checkpoints.stored import hub_dir, new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
 from tandem.json_types import JsonObject
+from tandem.printable import printable
 
 HEADER_GUESS = 128 * 1024
 """Bytes of the first request; nearly every header is shorter."""
@@ -37,8 +38,8 @@ HUB_ERRORS: tuple[type[Exception], ...] = (
 )
 """All errors of the hub's client, which have no common base. Those of its HTTP library differ between versions, and its
 Rust downloader raises RuntimeError."""
-SEARCH_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, ValueError, LookupError, TypeError, AttributeError)
-"""Errors of a search: also an answer that is none of the hub's."""
+ANSWER_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a request to the hub: also where something else answers in its place, such as a proxy's page."""
 
 
 def download(repo: str, revision: str | None, patterns: Sequence[str], progress: Progress | None = None) -> Path:
@@ -80,17 +81,16 @@ def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path
 def search(words: str) -> list[tuple[str, int]]:
     """Return hub id and bytes of weights (0: unknown) of the most used MLX models that the hub finds.
 
-    Raise the client's errors (`SEARCH_ERRORS`).
+    Raise `ANSWER_ERRORS`.
     """
     asked: JsonObject = {"search": words, "filter": "mlx", "sort": "downloads", "limit": FOUND, "expand": ["safetensors"]}
-    url = f"{constants.ENDPOINT}/api/models"
-    response = get_session().get(url, params=asked, headers=build_hf_headers(), timeout=SEARCH_S)
+    response = get_session().get(f"{constants.ENDPOINT}/api/models", params=asked, headers=build_hf_headers(), timeout=SEARCH_S)
     hf_raise_for_status(response)
     found = []
     for model in response.json():
         stored = (model.get("safetensors") or {}).get("parameters") or {}
         bits = {dtype: int((re.findall(r"\d+", dtype) or [8])[0]) for dtype in stored}  # BF16, U32, F8_E4M3, BOOL
-        found.append((str(model["id"]), sum(count * bits[dtype] // 8 for dtype, count in stored.items())))
+        found.append((printable(str(model["id"])), sum(count * bits[dtype] // 8 for dtype, count in stored.items())))
     return found
 
 
@@ -167,7 +167,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelNotFound(f"{where}: not a valid hub id: {line(error)}", param="model") from error
     except TandemError:
         raise
-    except HUB_ERRORS as error:
+    except ANSWER_ERRORS as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise ModelNotFound(
                 f"{where}: the disk of {hub_dir()} is full; what has arrived is kept: free space (`tandem model list`, `rm` and "

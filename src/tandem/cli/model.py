@@ -102,7 +102,7 @@ def _search(arguments: argparse.Namespace) -> int:
 
         try:
             rows += [("", name, "-", nbytes) for name, nbytes in hub.search(words) if name not in {row[1] for row in rows}]
-        except hub.SEARCH_ERRORS as error:
+        except hub.ANSWER_ERRORS as error:
             told += f"; the hub's own search is left out: {hub.line(error)}"
     table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
     for name, copy, kind, nbytes in rows:

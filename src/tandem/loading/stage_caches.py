@@ -1,4 +1,4 @@
-"""What a stage's layers see in place of the model's caches: masks by kv head, and caches of other stages."""
+"""Wrappers of caches in a stage's call: masks by kv head, and placeholders for caches of other stages (mlx)."""
 
 from __future__ import annotations
 
