@@ -132,11 +132,28 @@ def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
     }
 
 
-def glu(path: str = "mlp", kind: Kind = "mlp") -> dict[str, Cut]:
-    """Cuts of a gated MLP (gate_proj, up_proj, down_proj) at `path`, whose intermediate width is of `kind`."""
-    return {f"{path}.gate_proj": rows(kind), f"{path}.up_proj": rows(kind), f"{path}.down_proj": columns(kind)}
+def fused(path: str, qkv: str, out: str, *kinds: Kind) -> dict[str, Cut]:
+    """Cuts of attention at `path` whose queries, keys and values come from one projection, by default one after another."""
+    return {f"{path}.{qkv}": rows(*kinds or ("q", "kv", "kv")), f"{path}.{out}": columns("q")}
 
 
-def two(up: str, down: str, path: str = "mlp") -> dict[str, Cut]:
-    """Cuts of an MLP of two matrices, named `up` and `down`."""
-    return {f"{path}.{up}": rows("mlp"), f"{path}.{down}": columns("mlp")}
+def glu(
+    path: str = "mlp", kind: Kind = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, Cut]:
+    """Cuts of a gated MLP at `path`, whose intermediate width is of `kind`; the others are names of its matrices."""
+    return {f"{path}.{gate}": rows(kind), f"{path}.{up}": rows(kind), f"{path}.{down}": columns(kind)}
+
+
+def two(up: str, down: str, path: str = "mlp", kind: Kind = "mlp") -> dict[str, Cut]:
+    """Cuts of an MLP of two matrices, named `up` and `down`, at `path`."""
+    return {f"{path}.{up}": rows(kind), f"{path}.{down}": columns(kind)}
+
+
+def experts(path: str = "mlp", *, routed: str = "switch_mlp", shared: str = "shared_experts") -> dict[str, Cut]:
+    """Cuts of gated routed and shared experts below `path`."""
+    return glu(f"{path}.{routed}", "experts") | glu(f"{path}.{shared}", "shared")
+
+
+def each(cut: Cut, path: str, *names: str) -> dict[str, Cut]:
+    """Cuts of several modules or parameters of `path`, which are alike."""
+    return {f"{path}.{name}": cut for name in names}

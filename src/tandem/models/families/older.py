@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tandem.json_types import JsonMapping
 from tandem.models.families.axes import half_width, number, one_width
-from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
+from tandem.models.families.cuts import Sharding, attention, each, experts, fused, glu, rows, two
 
 _HEADS = ("q", "q", "q")
 """Fused query, key and value projection of multi-head attention (as many kv heads as query heads)."""
@@ -28,51 +30,28 @@ def _hunyuan_shared(config: JsonMapping) -> int:
 
 
 GPT2 = Sharding(
-    cuts={"attn.c_attn": rows(*_HEADS), "attn.c_proj": columns("q"), **two("c_fc", "c_proj")},
+    cuts=fused("attn", "c_attn", "c_proj", *_HEADS) | two("c_fc", "c_proj"),
     sums=("attn", "mlp"),
     attention="attn",
     whole=frozenset({"ln_1", "ln_2"}),
     mlp=(4, "n_embd"),
 )
-BIGCODE = Sharding(
-    cuts={**GPT2.cuts, "attn.c_attn": rows("q", "kv", "kv")},
-    sums=GPT2.sums,
-    attention="attn",
-    whole=GPT2.whole,
+BIGCODE = replace(
+    GPT2,
+    cuts=fused("attn", "c_attn", "c_proj") | two("c_fc", "c_proj"),
     mlp=("n_inner",),
     counts={"attn.dim": ("q",), "attn.kv_dim": ("kv",)},
 )
-GPTJ = Sharding(
-    cuts={
-        **{f"attn.{name}_proj": rows("q") for name in ("q", "k", "v")},
-        "attn.out_proj": columns("q"),
-        **two("fc_in", "fc_out"),
-    },
-    sums=("attn", "mlp"),
-    attention="attn",
+GPTJ = replace(
+    GPT2,
+    cuts=attention("attn", out="out_proj") | each(rows("q"), "attn", "k_proj", "v_proj") | two("fc_in", "fc_out"),
     whole=frozenset({"ln_1"}),
-    mlp=(4, "n_embd"),
 )
-QWEN1 = Sharding(
-    cuts={
-        "attn.c_attn": rows(*_HEADS),
-        "attn.c_proj": columns("q"),
-        "mlp.w1": rows("mlp"),
-        "mlp.w2": rows("mlp"),
-        "mlp.c_proj": columns("mlp"),
-    },
-    sums=("attn", "mlp"),
-    attention="attn",
-    whole=frozenset({"ln_1", "ln_2"}),
-    mlp=half_width,
+QWEN1 = replace(
+    GPT2, cuts=fused("attn", "c_attn", "c_proj", *_HEADS) | glu("mlp", gate="w1", up="w2", down="c_proj"), mlp=half_width
 )
 PHIXTRAL = Sharding(
-    cuts={
-        "mixer.Wqkv": rows(*_HEADS),
-        "mixer.out_proj": columns("q"),
-        "moe.switch_mlp.fc1": rows("experts"),
-        "moe.switch_mlp.fc2": columns("experts"),
-    },
+    cuts=fused("mixer", "Wqkv", "out_proj", *_HEADS) | two("fc1", "fc2", "moe.switch_mlp", "experts"),
     sums=("mixer", "moe"),
     attention="mixer",
     whole=frozenset({"ln", "moe.gate"}),
@@ -80,19 +59,13 @@ PHIXTRAL = Sharding(
     experts=(4, "model_dim"),
 )
 LILLE = Sharding(
-    cuts={"attention.qkv_proj": rows("q", "kv", "kv"), "attention.out_proj": columns("q"), **glu("feed_forward")},
+    cuts=fused("attention", "qkv_proj", "out_proj") | glu("feed_forward"),
     sums=("attention", "feed_forward"),
     attention="attention",
     mlp=_lille_width,
 )
 DBRX = Sharding(
-    cuts={
-        "norm_attn_norm.attn.Wqkv": rows("q", "kv", "kv"),
-        "norm_attn_norm.attn.out_proj": columns("q"),
-        "ffn.experts.*.w1": rows("mlp"),
-        "ffn.experts.*.v1": rows("mlp"),
-        "ffn.experts.*.w2": columns("mlp"),
-    },
+    cuts=fused("norm_attn_norm.attn", "Wqkv", "out_proj") | glu("ffn.experts.*", gate="w1", up="v1", down="w2"),
     sums=("norm_attn_norm.attn", "ffn"),
     attention="norm_attn_norm.attn",
     whole=frozenset({"ffn.router.layer"}),
@@ -100,7 +73,7 @@ DBRX = Sharding(
     counts={"norm_attn_norm.attn.d_model": ("q",)},
 )
 HUNYUAN = Sharding(
-    cuts=attention() | glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_mlp", "shared"),
+    cuts=attention() | glu() | experts(shared="shared_mlp"),
     sums=("self_attn.o_proj", "mlp"),
     whole=frozenset({"mlp.gate.wg"}),
     experts=_hunyuan_experts,
@@ -108,12 +81,7 @@ HUNYUAN = Sharding(
 )
 """Rules of Hunyuan. Only `o_proj` is summed, since its attention also returns keys and values for the next layer."""
 EXAONE = Sharding(
-    cuts={
-        **attention("attn.attention", out="out_proj"),
-        "mlp.c_fc_0": rows("mlp"),
-        "mlp.c_fc_1": rows("mlp"),
-        "mlp.c_proj": columns("mlp"),
-    },
+    cuts=attention("attn.attention", out="out_proj") | glu(gate="c_fc_0", up="c_fc_1", down="c_proj"),
     sums=("attn.attention", "mlp"),
     attention="attn.attention",
     whole=frozenset({"ln_1", "ln_2"}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.models.families.axes import blocks, blocks_width, indexed, latent, mixed
-from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, first, glu, rows
+from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, each, experts, first, glu, rows
 
 FUSED_GLU = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
 SUMS = ("self_attn", "mlp")
@@ -53,22 +53,15 @@ MINIMAX = replace(
 )
 
 LATENT = {
-    "self_attn.q_proj": rows("latent_q"),
-    "self_attn.q_b_proj": rows("latent_q"),
+    **each(rows("latent_q"), "self_attn", "q_proj", "q_b_proj"),
     "self_attn.kv_b_proj": rows("latent_kv"),
-    "self_attn.embed_q": first("latent_heads"),
-    "self_attn.unembed_out": first("latent_heads"),
+    **each(first("latent_heads"), "self_attn", "embed_q", "unembed_out"),
     "self_attn.o_proj": columns("latent_out"),
 }
 LATENT_WHOLE = frozenset({"self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"})
 INDEXER = frozenset(f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "weights_proj"))
 MLA_DENSE = Sharding(cuts=LATENT | glu(), sums=SUMS, whole=LATENT_WHOLE, axes=latent)
-MLA = replace(
-    ROUTED,
-    cuts=LATENT | glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared"),
-    whole=ROUTED.whole | LATENT_WHOLE | INDEXER,
-    axes=latent,
-)
+MLA = replace(ROUTED, cuts=LATENT | glu() | experts(), whole=ROUTED.whole | LATENT_WHOLE | INDEXER, axes=latent)
 
 HY_V4 = replace(
     MLA,
@@ -85,7 +78,7 @@ HY_V4 = replace(
     whole=MLA.whole | {f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in ("fn", "base", "scale")},
 )
 
-QWEN_MOE = glu("mlp.switch_mlp", "experts") | glu("mlp.shared_expert", "shared")
+QWEN_MOE = experts(shared="shared_expert")
 LONGCAT = Sharding(
     cuts={
         **{path.replace("self_attn", f"self_attn.{i}"): cut for path, cut in LATENT.items() for i in range(2)},
@@ -111,13 +104,12 @@ LONGCAT = Sharding(
 )
 M3_DENSE = Sharding(
     cuts={
-        **{f"self_attn.{name}_proj": rows("indexed_kv") for name in ("k", "v")},
+        **each(rows("indexed_kv"), "self_attn", "k_proj", "v_proj"),
         "self_attn.q_proj": rows("indexed_q"),
         "self_attn.o_proj": columns("indexed_q"),
         "self_attn.index_q_proj": rows("index"),
         **glu(),
-        **glu("block_sparse_moe.switch_mlp", "experts"),
-        **glu("block_sparse_moe.shared_experts", "shared"),
+        **experts("block_sparse_moe"),
     },
     sums=("self_attn", "mlp", "block_sparse_moe"),
     whole=frozenset({"self_attn.index_k_proj", "block_sparse_moe.gate", "block_sparse_moe.e_score_correction_bias"}),
@@ -130,7 +122,7 @@ MINIMAX_M3 = replace(
     M3_DENSE, variants={"self_attn.index_q_proj": replace(M3_DENSE, counts={"self_attn.index_n_heads": ("index_heads",)})}
 )
 MIXED = {
-    **{f"self_attn.{name}_proj": rows("mixed_kv") for name in ("k", "v")},
+    **each(rows("mixed_kv"), "self_attn", "k_proj", "v_proj"),
     "self_attn.q_proj": rows("mixed_q"),
     "self_attn.o_proj": columns("mixed_out"),
 }

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.models.families import older, rules, states
-from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
+from tandem.models.families.cuts import Sharding, attention, columns, each, experts, fused, glu, rows, two
 
 _COHERE_SHARED = "num_shared_experts|moe_num_shared_experts"
 _STEP = replace(
     rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
-    cuts={**attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"), **rules.GATE},
+    cuts={**attention(), **glu(), **experts(shared="share_expert"), **rules.GATE},
     whole=frozenset({"mlp.gate", "mlp.gate.gate"}),
     shared=("share_expert_dim",),
     loose_heads=True,
@@ -64,18 +64,10 @@ SHARDING: dict[str, Sharding] = {
         mlp=(),
         experts=rules.WIDTH,
     ),
-    "phi3": Sharding(
-        cuts={"self_attn.qkv_proj": rows("q", "kv", "kv"), "self_attn.o_proj": columns("q"), **rules.FUSED_GLU}, sums=rules.SUMS
-    ),
+    "phi3": Sharding(cuts=fused("self_attn", "qkv_proj", "o_proj") | rules.FUSED_GLU, sums=rules.SUMS),
     "apertus": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS, whole=frozenset({"mlp.act_fn"})),
     "bailing_moe": Sharding(
-        cuts={
-            "attention.query_key_value": rows("q", "kv", "kv"),
-            "attention.dense": columns("q"),
-            **glu(),
-            **glu("mlp.switch_mlp", "experts"),
-            **glu("mlp.shared_experts", "shared"),
-        },
+        cuts=fused("attention", "query_key_value", "dense") | glu() | experts(),
         sums=("attention", "mlp"),
         attention="attention",
         whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
@@ -93,11 +85,7 @@ SHARDING: dict[str, Sharding] = {
     "glm4": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
     "glm4_moe": rules.ROUTED,
     "gpt_neox": Sharding(
-        cuts={
-            "attention.query_key_value": rows("qkv_groups"),
-            "attention.dense": columns("q"),
-            **two("dense_h_to_4h", "dense_4h_to_h"),
-        },
+        cuts=fused("attention", "query_key_value", "dense", "qkv_groups") | two("dense_h_to_4h", "dense_4h_to_h"),
         sums=("attention", "mlp"),
         attention="attention",
         mlp=(4, "hidden_size"),
@@ -106,13 +94,7 @@ SHARDING: dict[str, Sharding] = {
         switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.router.layer",), widths=((), rules.WIDTH, ())
     ),
     "internlm2": Sharding(
-        cuts={
-            "attention.wqkv": rows("qkv_groups"),
-            "attention.wo": columns("q"),
-            "feed_forward.w1": rows("mlp"),
-            "feed_forward.w3": rows("mlp"),
-            "feed_forward.w2": columns("mlp"),
-        },
+        cuts=fused("attention", "wqkv", "wo", "qkv_groups") | glu("feed_forward", gate="w1", up="w3", down="w2"),
         sums=("attention", "feed_forward"),
         attention="attention",
     ),
@@ -189,20 +171,14 @@ SHARDING: dict[str, Sharding] = {
     ),
     "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}, sums=rules.SUMS),
     "spark2_5": Sharding(
-        cuts={
-            "self_attn.q_k_v_proj": rows("q", "kv", "kv"),
-            "self_attn.g_proj": rows("q_heads"),
-            "self_attn.out_proj": columns("q"),
-            **glu(),
-        },
+        cuts=fused("self_attn", "q_k_v_proj", "out_proj") | rules.GATE | glu(),
         sums=rules.SUMS,
         counts={"self_attn.q_size": ("q",), "self_attn.kv_size": ("kv",)},
     ),
     "nanochat": Sharding(
         cuts={
             "attn.c_q": rows("q"),
-            "attn.c_k": rows("kv"),
-            "attn.c_v": rows("kv"),
+            **each(rows("kv"), "attn", "c_k", "c_v"),
             "attn.c_proj": columns("q"),
             **two("c_fc", "c_proj"),
         },
@@ -213,12 +189,7 @@ SHARDING: dict[str, Sharding] = {
     "lfm2_moe": states.LFM2_MOE,
     "qwen3_vl_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
     "llama4": Sharding(
-        cuts={
-            **attention(),
-            **glu("feed_forward"),
-            **glu("feed_forward.experts", "experts"),
-            **glu("feed_forward.shared_expert", "shared"),
-        },
+        cuts=attention() | glu("feed_forward") | experts("feed_forward", routed="experts", shared="shared_expert"),
         sums=("self_attn", "feed_forward"),
         whole=frozenset({"feed_forward.router"}),
         mlp=("intermediate_size_mlp",),
@@ -228,13 +199,7 @@ SHARDING: dict[str, Sharding] = {
     "Klear": replace(rules.EXPERTS, whole=frozenset({"mlp.gate", "mlp.coefficient", "mlp.expert_bias"})),
     "afmoe": replace(
         rules.moe(switch="mlp.experts", widths=(rules.WIDTH, rules.EXPERT, rules.MOE_SHARED)),
-        cuts={
-            **attention(),
-            **glu(),
-            **glu("mlp.experts", "experts"),
-            **glu("mlp.shared_experts", "shared"),
-            "self_attn.gate_proj": rows("q"),
-        },
+        cuts={**attention(), **glu(), **experts(routed="experts"), "self_attn.gate_proj": rows("q")},
         whole=frozenset({"mlp.router.gate", "mlp.expert_bias"}),
     ),
     "exaone_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, rules.MOE_SHARED)),

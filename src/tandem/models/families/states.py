@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.models.families import axes, rules
-from tandem.models.families.cuts import Cut, Sharding, attention, columns, first, glu, rows, two
+from tandem.models.families.cuts import Cut, Sharding, attention, columns, each, experts, first, fused, glu, rows, two
 
 DELTA_COUNTS = {
     "linear_attn.num_k_heads": ("delta_k_heads",),
@@ -13,7 +13,8 @@ DELTA_COUNTS = {
     "linear_attn.key_dim": ("delta_k",),
     "linear_attn.value_dim": ("delta_v",),
 }
-DELTA_HEADS = {"linear_attn.A_log": rows("delta_v_heads"), "linear_attn.dt_bias": rows("delta_v_heads")}
+DELTA_HEADS = each(rows("delta_v_heads"), "linear_attn", "A_log", "dt_bias")
+DELTA_QKV = ("delta_k", "delta_k", "delta_v")
 GATED = attention() | {"self_attn.q_proj": rows("q_gate")}
 QWEN_DELTA = Sharding(
     cuts={
@@ -21,13 +22,12 @@ QWEN_DELTA = Sharding(
         **glu(),
         **rules.QWEN_MOE,
         **DELTA_HEADS,
-        "linear_attn.conv1d": first("delta_k", "delta_k", "delta_v"),
+        "linear_attn.conv1d": first(*DELTA_QKV),
         "linear_attn.in_proj_qkvz": rows("delta_qkvz"),
         "linear_attn.in_proj_ba": rows("delta_ba"),
-        "linear_attn.in_proj_qkv": rows("delta_k", "delta_k", "delta_v"),
+        "linear_attn.in_proj_qkv": rows(*DELTA_QKV),
         "linear_attn.in_proj_z": rows("delta_v"),
-        "linear_attn.in_proj_b": rows("delta_v_heads"),
-        "linear_attn.in_proj_a": rows("delta_v_heads"),
+        **each(rows("delta_v_heads"), "linear_attn", "in_proj_b", "in_proj_a"),
         "linear_attn.out_proj": columns("delta_v"),
     },
     sums=("self_attn", "linear_attn", "mlp"),
@@ -35,36 +35,25 @@ QWEN_DELTA = Sharding(
     experts=rules.EXPERT,
     shared=("shared_expert_intermediate_size",),
     axes=axes.delta,
-    counts={
-        **DELTA_COUNTS,
-        "linear_attn.conv_dim": ("delta_k", "delta_k", "delta_v"),
-        "linear_attn.conv1d.groups": ("delta_k", "delta_k", "delta_v"),
-    },
+    counts={**DELTA_COUNTS, "linear_attn.conv_dim": DELTA_QKV, "linear_attn.conv1d.groups": DELTA_QKV},
 )
 OLMO_HYBRID = Sharding(
     cuts={
         **rules.NORMED,
         **glu(),
         **DELTA_HEADS,
-        **{f"linear_attn.{name}": rows("delta_k") for name in ("q_proj", "k_proj")},
-        **{f"linear_attn.{name}": rows("delta_v") for name in ("v_proj", "g_proj")},
-        **{f"linear_attn.{name}": rows("delta_v_heads") for name in ("a_proj", "b_proj")},
-        "linear_attn.q_conv1d": first("delta_k"),
-        "linear_attn.k_conv1d": first("delta_k"),
-        "linear_attn.v_conv1d": first("delta_v"),
+        **each(rows("delta_k"), "linear_attn", "q_proj", "k_proj"),
+        **each(rows("delta_v"), "linear_attn", "v_proj", "g_proj"),
+        **each(rows("delta_v_heads"), "linear_attn", "a_proj", "b_proj"),
+        **{f"linear_attn.{name}_conv1d": first(kind) for name, kind in zip("qkv", DELTA_QKV, strict=True)},
         "linear_attn.o_proj": columns("delta_v"),
     },
     sums=("self_attn", "linear_attn", "mlp"),
     axes=axes.delta,
     norms=rules.NORMS,
-    counts={
-        **DELTA_COUNTS,
-        "linear_attn.q_conv1d.groups": ("delta_k",),
-        "linear_attn.k_conv1d.groups": ("delta_k",),
-        "linear_attn.v_conv1d.groups": ("delta_v",),
-    },
+    counts=DELTA_COUNTS | {f"linear_attn.{name}_conv1d.groups": (kind,) for name, kind in zip("qkv", DELTA_QKV, strict=True)},
 )
-KIMI_MOE = glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared")
+KIMI_MOE = glu() | experts()
 KIMI_LATENT = Sharding(
     cuts=rules.LATENT | KIMI_MOE,
     sums=rules.SUMS,
@@ -108,7 +97,7 @@ def mamba2(path: str) -> Sharding:
             f"{path}.conv1d": first(*inputs),
             f"{path}.norm": Cut("last", ("ssm_width",)),
             f"{path}.out_proj": columns("ssm_width"),
-            **{f"{path}.{name}": rows("ssm_heads") for name in ("dt_bias", "A_log", "D")},
+            **each(rows("ssm_heads"), path, "dt_bias", "A_log", "D"),
         },
         sums=(path,),
         attention="",
@@ -154,10 +143,8 @@ NEMOTRON_H = Sharding(
     cuts={
         **attention("mixer"),
         **two("up_proj", "down_proj", "mixer"),
-        "mixer.switch_mlp.fc1": rows("experts"),
-        "mixer.switch_mlp.fc2": columns("experts"),
-        "mixer.shared_experts.up_proj": rows("shared"),
-        "mixer.shared_experts.down_proj": columns("shared"),
+        **two("fc1", "fc2", "mixer.switch_mlp", "experts"),
+        **two("up_proj", "down_proj", "mixer.shared_experts", "shared"),
     },
     sums=("mixer",),
     attention="mixer",
@@ -188,8 +175,7 @@ JAMBA = Sharding(
 )
 PLAMO2 = Sharding(
     cuts={
-        "mixer.qkv_proj": rows("q", "kv", "kv"),
-        "mixer.o_proj": columns("q"),
+        **fused("mixer", "qkv_proj", "o_proj"),
         "mixer.q_weight": Cut("heads", ("q_heads",)),
         "mixer.k_weight": Cut("heads", ("kv_heads",)),
         **rules.FUSED_GLU,
@@ -210,7 +196,7 @@ PLAMO2 = Sharding(
                 "mixer.in_proj": rows("ssm_gated"),
                 "mixer.conv1d": first("ssm_width"),
                 "mixer.bcdt_proj": columns("ssm_width"),
-                **{f"mixer.{name}": rows("ssm_heads") for name in ("dt_proj", "dt_bias", "A_log", "D")},
+                **each(rows("ssm_heads"), "mixer", "dt_proj", "dt_bias", "A_log", "D"),
                 "mixer.out_proj": columns("ssm_width"),
                 **rules.FUSED_GLU,
             },
@@ -230,12 +216,7 @@ GEAR = Sharding(
     sums=("self_attn", "local_mixer", "mlp"),
     variants={
         "local_mixer.q_proj": Sharding(
-            cuts={
-                **attention("local_mixer"),
-                **glu(),
-                "local_mixer.key_conv": first("kv"),
-                "local_mixer.value_conv": first("kv"),
-            },
+            cuts=attention("local_mixer") | glu() | each(first("kv"), "local_mixer", "key_conv", "value_conv"),
             sums=("local_mixer", "mlp"),
             attention="local_mixer",
             counts={f"local_mixer.{name}": ("kv",) for name in ("kv_dim", "key_conv.groups", "value_conv.groups")},
@@ -246,10 +227,8 @@ RECURRENT_GEMMA = Sharding(
     cuts={
         **attention("temporal_block"),
         **glu("mlp_block"),
-        "temporal_block.linear_x": rows("channels"),
-        "temporal_block.linear_y": rows("channels"),
+        **each(rows("channels"), "temporal_block", "linear_x", "linear_y", "rg_lru.recurrent_param"),
         "temporal_block.conv_1d": first("channels"),
-        "temporal_block.rg_lru.recurrent_param": rows("channels"),
         **{
             f"temporal_block.rg_lru.{gate}_gate_{part}": first("gates")
             for gate in ("input", "recurrent")
@@ -275,8 +254,8 @@ K3_DELTA = replace(
         **KIMI_MOE,
         "self_attn.qkv_proj": rows("delta_width", "delta_width", "delta_width"),
         "self_attn.qkv_conv.conv": first("delta_width", "delta_width", "delta_width"),
-        **{f"self_attn.{name}": rows("delta_width") for name in ("f_b_proj", "g_b_proj", "g_proj", "dt_bias")},
-        **{f"self_attn.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+        **each(rows("delta_width"), "self_attn", "f_b_proj", "g_b_proj", "g_proj", "dt_bias"),
+        **each(rows("delta_heads"), "self_attn", "b_proj", "A_log"),
         "self_attn.o_proj": columns("delta_width"),
     },
     whole=K3_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
@@ -299,7 +278,7 @@ KIMI_K3 = replace(
     _normed_experts(K3_LATENT), variants={"self_attn.qkv_proj": _normed_experts(K3_DELTA), **_normed_experts(K3_LATENT).variants}
 )
 LING = Sharding(
-    cuts={**glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.shared_experts", "shared")},
+    cuts=KIMI_MOE,
     sums=("attention", "mlp"),
     attention="attention",
     whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
@@ -326,7 +305,7 @@ LING_DELTA = replace(
                 **LING.cuts,
                 **{f"attention.{name}_proj": rows("delta_width") for name in "qkvfg"},
                 **{f"attention.{name}_conv1d": first("delta_width") for name in "qkv"},
-                **{f"attention.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+                **each(rows("delta_heads"), "attention", "b_proj", "A_log"),
                 "attention.dt_bias": rows("delta_width"),
                 "attention.o_proj": columns("delta_width"),
             },
@@ -362,24 +341,12 @@ LIGHTNING = {
 }
 LING_HYBRID = replace(LING_LATENT, axes=axes.lightning, variants=LIGHTNING)
 LING_LINEAR = replace(
-    LING,
-    cuts={**LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q")},
-    axes=axes.lightning,
-    variants=LIGHTNING,
+    LING, cuts={**LING.cuts, **fused("attention", "query_key_value", "dense")}, axes=axes.lightning, variants=LIGHTNING
 )
-CONV = {
-    "conv.conv": first("channels"),
-    "conv.in_proj": rows("channels", "channels", "channels"),
-    "conv.out_proj": columns("channels"),
-}
+_CHANNELS = ("channels",) * 3
+CONV = {"conv.conv": first("channels"), "conv.in_proj": rows(*_CHANNELS), "conv.out_proj": columns("channels")}
 LFM2 = Sharding(
-    cuts={
-        **attention(out="out_proj"),
-        **CONV,
-        "feed_forward.w1": rows("mlp"),
-        "feed_forward.w3": rows("mlp"),
-        "feed_forward.w2": columns("mlp"),
-    },
+    cuts=attention(out="out_proj") | CONV | glu("feed_forward", gate="w1", up="w3", down="w2"),
     sums=("self_attn", "conv", "feed_forward"),
     mlp=axes.lfm2_width,
     axes=axes.channels("hidden_size"),
