@@ -35,6 +35,9 @@ class ConfigError(UsageError):
 class ModelError(UsageError):
     """A model cannot be found, read or supported."""
 
+    def __init__(self, message: str, *, param: str | None = "model") -> None:
+        super().__init__(message, param=param)
+
 
 class ModelNotFound(ModelError):
     """The directory, file or hub repository does not exist."""

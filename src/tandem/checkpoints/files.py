@@ -60,7 +60,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         names = sorted(p.name for p in path.glob("model*.safetensors"))
         names = sorted({*names, *(s for n in names for s in _siblings(n))})
     if not names:
-        raise BrokenModel(f"{path}: has no model*.safetensors", param="model")
+        raise BrokenModel(f"{path}: has no model*.safetensors")
     for name in names:
         if not (path / name).is_file():
             raise BrokenModel(f"{path / name}: is missing; download or copy the model again", param=name)

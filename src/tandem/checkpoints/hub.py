@@ -67,7 +67,7 @@ def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path
     with new_directory(target, proof=".") as scratch, _explained(repo, commit):
         names = weight_names(snapshot) or _matching(repo, snapshot, patterns)
         if not names:
-            raise ModelNotFound(f"{repo}: has no weights in safetensors format", param="model")
+            raise ModelNotFound(f"{repo}: has no weights in safetensors format")
 
         def save(name: str) -> None:
             (scratch / name).write_bytes(_header(repo, commit, snapshot, name))
@@ -115,7 +115,7 @@ def _header(repo: str, commit: str, snapshot: Path, name: str) -> bytes:
     try:
         length = header_length(raw[:8])
     except ValueError as error:
-        raise BrokenModel(f"{repo}/{name}: {error}", param="model") from error
+        raise BrokenModel(f"{repo}/{name}: {error}") from error
     return raw[:length] if length <= len(raw) else start(length)
 
 
@@ -159,25 +159,23 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        raise ModelNotFound(f"{where}: access is restricted; accept its terms and log in to the hub", param="model") from error
+        raise ModelNotFound(f"{where}: access is restricted; accept its terms and log in to the hub") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         known = " (the catalogue of names has it; `tandem search` asks the hub)" if copies_of(repo) else ""
-        raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub{known}", param="model") from error
+        raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub{known}") from error
     except (errors.HFValidationError, ValueError) as error:
-        raise ModelNotFound(f"{where}: not a valid hub id: {line(error)}", param="model") from error
+        raise ModelNotFound(f"{where}: not a valid hub id: {line(error)}") from error
     except TandemError:
         raise
     except ANSWER_ERRORS as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise ModelNotFound(
                 f"{where}: the disk of {hub_dir()} is full; what has arrived is kept: free space (`tandem model list`, `rm` and "
-                "`prune`) or set HF_HUB_CACHE to another disk, and run the command again",
-                param="model",
+                "`prune`) or set HF_HUB_CACHE to another disk, and run the command again"
             ) from error
         raise ModelNotFound(
             f"{where}: no such directory here, and the hub cannot be reached ({line(error)}); name a local directory "
-            "or try again online",
-            param="model",
+            "or try again online"
         ) from error
 
 

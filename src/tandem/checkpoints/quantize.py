@@ -56,7 +56,7 @@ def quantized(files: ModelFiles, quant: str, progress: Progress) -> Path:
         if process.returncode:
             log.seek(0)
             said = log.read().decode(errors="replace").strip().splitlines() or [f"code {process.returncode}"]
-            raise ModelError(f"{files.name}: mlx-lm does not convert it: {said[-1][:300]}", param="model")
+            raise ModelError(f"{files.name}: mlx-lm does not convert it: {said[-1][:300]}")
         for path in (scratch / "model").iterdir():
             path.rename(scratch / path.name)
         (scratch / "model").rmdir()

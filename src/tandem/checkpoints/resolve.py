@@ -40,12 +40,12 @@ def resolve(model: str, *, revision: str | None = None, progress: Progress | Non
     try:
         is_directory, is_file = path.is_dir(), path.is_file()
     except OSError as error:
-        raise ModelNotFound(f"{path}: cannot be read: {file_trouble(error)}", param="model") from error
+        raise ModelNotFound(f"{path}: cannot be read: {file_trouble(error)}") from error
     if is_directory:
         return _directory(path)
     if is_file:
         if path.suffix.lower() != ".gguf":
-            raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it", param="model")
+            raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it")
         from tandem.checkpoints.gguf.convert import convert_cached  # imports numpy, which few processes need
 
         return ModelFiles(convert_cached(path, progress), name_of(model))
@@ -86,14 +86,13 @@ def expect(model: str) -> None:
 
 def _unknown(model: str, path: Path) -> ModelNotFound:
     if path.exists():
-        return ModelNotFound(f"{model}: is a pipe or a device; name a directory or a GGUF file", param="model")
+        return ModelNotFound(f"{model}: is a pipe or a device; name a directory or a GGUF file")
     near = difflib.get_close_matches(model, ["demo", DEMO, *_beside(path)], 1)
     names = ["demo" if name == DEMO else name for name in near] or closest(model)
     meant = f"; did you mean {' or '.join(names)}?" if names else ""
     return ModelNotFound(
         f"{model}: no such directory or file, not a hub id (org/name), and not a name of the catalogue of "
-        f"{catalogue().checked}{meant or ';'} `tandem search WORDS` finds models",
-        param="model",
+        f"{catalogue().checked}{meant or ';'} `tandem search WORDS` finds models"
     )
 
 
@@ -122,7 +121,7 @@ def name_of(model: str) -> str:
 def _demo() -> ModelFiles:
     path = demo_path()
     if not (path / "config.json").is_file():
-        raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`", param="model")
+        raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`")
     with suppress(OSError):  # a cache owned by another user is not completed
         complete_demo(path)
     used(path)
@@ -133,9 +132,9 @@ def _directory(path: Path) -> ModelFiles:
     try:
         names = {one.name for one in path.iterdir()}
     except OSError as error:
-        raise ModelNotFound(f"{path}: cannot be read: {file_trouble(error)}", param="model") from error
+        raise ModelNotFound(f"{path}: cannot be read: {file_trouble(error)}") from error
     if "config.json" not in names:
-        raise ModelNotFound(f"{path}: has no config.json, so it is not a model directory", param="model")
+        raise ModelNotFound(f"{path}: has no config.json, so it is not a model directory")
     resolved = path.resolve()
     if cache_dir().resolve() in resolved.parents:
         used(resolved)

@@ -180,7 +180,7 @@ def find_stored(name: str) -> Stored:
         if name in (one.name, one.path.name) or path in (str(one.path), str(one.root)):
             return one
     there = f"; there is: {', '.join(one.name for one in models)}" if models else ""
-    raise ModelNotFound(f"{name}: is in no cache of models{there}", param="model")
+    raise ModelNotFound(f"{name}: is in no cache of models{there}")
 
 
 def remove(model: Stored) -> None:

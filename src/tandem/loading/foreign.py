@@ -31,7 +31,7 @@ def converted(weights: Weights, foreign: Foreign) -> Weights:
         try:
             made = convert(name.removesuffix(suffix), array, weights, foreign)
         except (KeyError, ValueError) as error:
-            raise BrokenModel(f"weight {name}: does not fit its scales: {str(error)[:200]}", param="model") from error
+            raise BrokenModel(f"weight {name}: does not fit its scales: {str(error)[:200]}") from error
         if made:
             used.update((name, *(f"{name.removesuffix(suffix)}.{own}" for own in ("scales", "weight"))))
             found.update(made)

@@ -228,7 +228,7 @@ class StageModel:
             self._pipeline_model.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
         except FAILURES as error:
             raise UnsupportedModel(
-                f"its forward pass fails with {tokens} tokens: {type(error).__name__}: {one_line(error)}", param="model"
+                f"its forward pass fails with {tokens} tokens: {type(error).__name__}: {one_line(error)}"
             ) from error
         return caches
 
@@ -324,7 +324,7 @@ def _pipeline_model(
         why, cause = error.message, error
     except FAILURES as error:
         why, cause = f"{type(error).__name__}: {one_line(error)}", error
-    raise UnsupportedModel(f"{name}: {description.family} cannot run so: {why}", param="model") from cause
+    raise UnsupportedModel(f"{name}: {description.family} cannot run so: {why}") from cause
 
 
 def _cutters(
@@ -428,7 +428,7 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     try:
         model = build_model({**read_config(files.path), "model_type": description.family})
     except FAILURES as error:
-        raise BrokenModel(f"{files.path}/config.json: does not describe a model: {one_line(error)}", param="model") from error
+        raise BrokenModel(f"{files.path}/config.json: does not describe a model: {one_line(error)}") from error
     patch_mlx_lm()
     return model
 

@@ -55,7 +55,7 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
         try:
             weights = sanitized(weights, model.sanitize) if foreign is not None else model.sanitize(weights)
         except (KeyError, ValueError, AttributeError, TypeError) as error:
-            raise BrokenModel(f"{files.path}: weights do not fit config.json: {one_line(error)}", param="model") from error
+            raise BrokenModel(f"{files.path}: weights do not fit config.json: {one_line(error)}") from error
     return {name: array for name, array in weights.items() if not name.endswith(_COMPUTED)}
 
 
@@ -115,7 +115,7 @@ def split_by_part(
                 continue
         base, _, rest = name.rpartition(".")
         if base not in parts:
-            raise BrokenModel(f"{path}: weight {name} does not belong to the model that config.json describes", param="model")
+            raise BrokenModel(f"{path}: weight {name} does not belong to the model that config.json describes")
         parts[base][rest] = weights.pop(name)
     return parts
 
@@ -156,9 +156,9 @@ class PartLoader:
             nn.quantize(holder, class_predicate=lambda path, _: packed.get(path, False))
         names = self._expected(holder, packed)
         if missing := sorted(names - weights.keys()):
-            raise BrokenModel(f"weight {root}.{missing[0]} is missing ({len(missing)} of {len(names)})", param="model")
+            raise BrokenModel(f"weight {root}.{missing[0]} is missing ({len(missing)} of {len(names)})")
         if surplus := sorted(weights.keys() - names):
-            raise BrokenModel(f"weight {root}.{surplus[0]} does not fit config.json ({len(surplus)} such)", param="model")
+            raise BrokenModel(f"weight {root}.{surplus[0]} does not fit config.json ({len(surplus)} such)")
         if cutter is not None:
             _check_shapes(root, holder, weights)
             cutter.narrow(holder)
@@ -166,7 +166,7 @@ class PartLoader:
         try:
             holder.load_weights(done, strict=True)
         except ValueError as error:
-            raise BrokenModel(f"{root}: {one_line(error)}", param="model") from error
+            raise BrokenModel(f"{root}: {one_line(error)}") from error
         holder.eval()
         return holder.part
 
@@ -264,7 +264,7 @@ def _read(name: str, *arrays: mx.array) -> None:
                 f"weight {name}: the GPU's memory is full ({one_line(error)}); give this machine fewer "
                 "layers (--layer-split), or use a smaller or quantised model"
             ) from error
-        raise BrokenModel(f"weight {name}: cannot be read: {one_line(error)}", param="model") from error
+        raise BrokenModel(f"weight {name}: cannot be read: {one_line(error)}") from error
 
 
 def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:
@@ -279,7 +279,7 @@ def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:
         else:
             got, want = array.shape, shapes[name]
         if got != want:
-            raise BrokenModel(f"weight {root}.{name} has shape {got}, expected {want}", param="model")
+            raise BrokenModel(f"weight {root}.{name} has shape {got}, expected {want}")
 
 
 def _companions(settings: JsonObject) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ def _found_quantization(path: str, module: nn.Module, weights: Weights) -> JsonO
     size, bits = columns // scales.shape[-1], weights[f"{path}.weight"].shape[-1] * 32 // columns
     mode = "affine" if scales.dtype != mx.uint8 else _MODES.get((bits, size))
     if mode is None:
-        raise BrokenModel(f"{path}: no quantisation has {bits} bits and groups of {size}", param="model")
+        raise BrokenModel(f"{path}: no quantisation has {bits} bits and groups of {size}")
     return {"group_size": size, "bits": bits, "mode": mode}
 
 

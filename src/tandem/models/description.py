@@ -189,12 +189,11 @@ def describe(files: ModelFiles) -> ModelDescription:
     config = text_config(read_config(files.path))
     name = config.get("model_type")
     if isinstance(name, str) and name in REFUSED:
-        raise UnsupportedModel(f"{files.name}: {name} is not supported: {REFUSED[name]}", param="model")
+        raise UnsupportedModel(f"{files.name}: {name} is not supported: {REFUSED[name]}")
     if not isinstance(name, str) or (name not in FAMILIES and not in_mlx_lm(module_of(name))):
         raise UnsupportedModel(
             f"{files.name}: model_type {name!r:.60} is not supported{_nearest(name)}; docs/models-list.md lists the "
-            f"{len(FAMILIES)} types that are, and others of mlx-lm are tried when they are served",
-            param="model",
+            f"{len(FAMILIES)} types that are, and others of mlx-lm are tried when they are served"
         )
     family = family_of(name)
     if not config.keys() & {"quantization", "quantization_config"} and (files.path / _MODELOPT).is_file():
@@ -406,7 +405,7 @@ def _bytes(sizes: dict[str, int], count: int, path: Path) -> tuple[tuple[int, ..
         elif part is not None:
             others[part] += nbytes
     if 0 in layers:
-        raise BrokenModel(f"{path}: no weights of layer {layers.index(0)} of {count}", param="model")
+        raise BrokenModel(f"{path}: no weights of layer {layers.index(0)} of {count}")
     return tuple(layers), others["embed"], others["rest"], others["head"]
 
 

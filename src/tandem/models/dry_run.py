@@ -37,4 +37,4 @@ def _tried(path: Path) -> str:
     reply = run_once(SandboxTask("tandem.loading.dry_run", "tried", {"path": str(path)}, wall_s=TIMEOUT_S))
     if isinstance(reply, TaskDone):
         return reply.decoded(str)
-    raise UnsupportedModel(f"{path}: an unlisted architecture, and its trial failed: {reply.why}", param="model")
+    raise UnsupportedModel(f"{path}: an unlisted architecture, and its trial failed: {reply.why}")

@@ -93,10 +93,10 @@ def _own(settings: object, name: str) -> JsonObject:
         )
         or settings.get("mode", "affine") not in _MODES
     ):
-        raise UnsupportedModel(f"{name}: quantization settings {settings!r:.200} are not MLX's", param="model")
+        raise UnsupportedModel(f"{name}: quantization settings {settings!r:.200} are not MLX's")
     for path, one in settings.items():
         if isinstance(one, dict) and (one.keys() - {"group_size", "bits", "mode"} or one.get("mode", "affine") not in _MODES):
-            raise UnsupportedModel(f"{name}: quantization settings {one!r:.150} of {path:.100} are not MLX's", param="model")
+            raise UnsupportedModel(f"{name}: quantization settings {one!r:.150} of {path:.100} are not MLX's")
     return dict(settings)
 
 
@@ -171,8 +171,7 @@ def _group(size: object, name: str) -> int:
 
 def _refuse(name: str, what: str) -> NoReturn:
     raise UnsupportedModel(
-        f"{name}: {' '.join(what.split())} is not supported; use a model in MLX format, or convert one with `mlx_lm.convert`",
-        param="model",
+        f"{name}: {' '.join(what.split())} is not supported; use a model in MLX format, or convert one with `mlx_lm.convert`"
     )
 
 

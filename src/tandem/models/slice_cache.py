@@ -97,7 +97,7 @@ def fetch_files(source: Source, kind: str) -> Path:
 def _checked(files: list[BlobFile], name: str) -> list[BlobFile]:
     for file in files:
         if not file.name or Path(file.name).name != file.name or file.name.startswith(".") or "\0" in file.name:
-            raise BrokenModel(f"{name}: {file.name!r} is not a name for a file of a model", param="model")
+            raise BrokenModel(f"{name}: {file.name!r} is not a name for a file of a model")
     return files
 
 
@@ -135,7 +135,7 @@ def _fetch_headers(source: Source, weights: Sequence[BlobFile], directory: Path)
     try:
         lengths = [header_length(start) for start in starts]
     except ValueError as error:
-        raise BrokenModel(f"a weight file {error}", param="model") from error
+        raise BrokenModel(f"a weight file {error}") from error
     rests = _read(source, [(name, 8, length - 8) for name, length in zip(missing, lengths, strict=True)])
     for name, start, rest in zip(missing, starts, rests, strict=True):
         _write(directory / name, start + rest)

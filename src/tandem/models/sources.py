@@ -23,8 +23,7 @@ def require_source(model_type: str) -> None:
         found = f"{' and '.join(missing)} not installed" if missing else f"mlx-vlm {'.'.join(map(str, version))} is"
         raise UnsupportedModel(
             f"model_type {model_type} is computed by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} "
-            "(on every machine)",
-            param="model",
+            "(on every machine)"
         )
 
 

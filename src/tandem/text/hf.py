@@ -20,7 +20,7 @@ class HFBackend:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         except Exception as error:
             text = " ".join(str(error).split())[:300]
-            raise BrokenModel(f"{path}: the tokenizer cannot be loaded: {text}", param="model") from error
+            raise BrokenModel(f"{path}: the tokenizer cannot be loaded: {text}") from error
         self.special_ids = frozenset(self._tokenizer.all_special_ids)
         added = {i: str(token) for i, token in self._tokenizer.added_tokens_decoder.items()}
         fast = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -116,6 +116,5 @@ def refuse_model(model: str, revision: str | None, multimodal: Callable[[str], b
         if multimodal(str(name)):
             raise UnsupportedModel(
                 f"{files.name}: {name} takes images, video or sound, which is not supported under "
-                f"vLLM; `tandem serve {model}` serves its text part",
-                param="model",
+                f"vLLM; `tandem serve {model}` serves its text part"
             )

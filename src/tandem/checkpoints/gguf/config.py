@@ -56,13 +56,11 @@ class _Metadata:
         value = self._metadata.get(f"{self.arch}.{key}")
         largest = max(value, default=0) if isinstance(value, list) else value
         if not isinstance(largest, (int, float)) or largest <= 0:
-            raise BrokenModel(
-                f"{self._source}: GGUF metadata {self.arch}.{key} is missing or wrong: {value!r:.200}", param="model"
-            )
+            raise BrokenModel(f"{self._source}: GGUF metadata {self.arch}.{key} is missing or wrong: {value!r:.200}")
         return largest
 
     def unsupported(self, what: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._source}: {what}", param="model")
+        return UnsupportedModel(f"{self._source}: {what}")
 
 
 def model_config(metadata: JsonObject, shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> JsonObject:
@@ -77,9 +75,9 @@ def model_config(metadata: JsonObject, shapes: Shapes, factors: dict[str, np.nda
         kind = f"{arch} with experts" if arch in MODELS else arch
         raise file.unsupported(f"GGUF architecture {kind} is not supported; supported are {', '.join(MODELS)}")
     if "token_embd.weight" not in shapes:
-        raise BrokenModel(f"{source}: has no tensor token_embd.weight", param="model")
+        raise BrokenModel(f"{source}: has no tensor token_embd.weight")
     if file.need("block_count") > len(shapes):
-        raise BrokenModel(f"{source}: GGUF metadata {arch}.block_count is larger than its tensors", param="model")
+        raise BrokenModel(f"{source}: GGUF metadata {arch}.block_count is larger than its tensors")
     heads, hidden = int(file.need("attention.head_count")), int(file.need("embedding_length"))
     dim = int(file.get("attention.key_length", hidden // heads))
     rotary = file.get("rope.dimension_count", dim)

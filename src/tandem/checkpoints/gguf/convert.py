@@ -54,7 +54,7 @@ def convert_gguf(source: Path, directory: Path, progress: Progress | None = None
     except Exception as error:
         # Metadata can be wrong in more ways than are checked, and tokenizers raises plain Exception.
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise BrokenModel(f"{source}: metadata or tensors contradict one another ({text})", param="model") from error
+        raise BrokenModel(f"{source}: metadata or tensors contradict one another ({text})") from error
 
 
 def _convert(source: Path, directory: Path, progress: Progress | None) -> None:
@@ -64,8 +64,7 @@ def _convert(source: Path, directory: Path, progress: Progress | None) -> None:
         if tensor.kind not in kinds():
             raise UnsupportedModel(
                 f"{source}: tensor type {kind_name(tensor.kind)} ({tensor.name}) is not supported; supported are "
-                f"{', '.join(kind.name for kind in kinds().values())}",
-                param="model",
+                f"{', '.join(kind.name for kind in kinds().values())}"
             )
     mapped = ((np.memmap(file.path, np.uint8, "r"), file.tensors) for file in files)
     data = {tensor.name: whole for whole, held in mapped for tensor in held}

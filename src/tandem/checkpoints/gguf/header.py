@@ -63,8 +63,7 @@ def parts_of(path: Path) -> list[Path]:
     for one in parts:
         if not one.is_file():
             raise BrokenModel(
-                f"{one}: is not there, a part of the same model as {path.name}; put all {int(part[3])} parts into one directory",
-                param="model",
+                f"{one}: is not there, a part of the same model as {path.name}; put all {int(part[3])} parts into one directory"
             )
         found.append(one)
     return found or [path]
@@ -77,8 +76,7 @@ def read_parts(path: Path) -> list[GGUFFile]:
     if count not in (0, len(files)):
         raise BrokenModel(
             f"{path}: is a part of a model in {str(count)[:20]} parts; give each the name that it had, "
-            "such as model-00001-of-00002.gguf",
-            param="model",
+            "such as model-00001-of-00002.gguf"
         )
     return files
 
@@ -122,13 +120,13 @@ def read_gguf(path: Path) -> GGUFFile:
     """Read the header of a GGUF file (version 2 or 3, little-endian). Raise `BrokenModel`, `UnsupportedModel`."""
     data = _mapped(path)
     if bytes(data[:4]) != b"GGUF":
-        raise BrokenModel(f"{path}: is not a GGUF file", param="model")
+        raise BrokenModel(f"{path}: is not a GGUF file")
     reader = _Reader(data.data)
     try:
         reader.take(4)
         version = reader.scalar(4)
         if version not in (2, 3):
-            raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)", param="model")
+            raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)")
         count, entries = reader.scalar(10), reader.scalar(10)
         metadata = {}
         for _ in range(entries):
@@ -136,10 +134,10 @@ def read_gguf(path: Path) -> GGUFFile:
             metadata[key] = reader.value(reader.scalar(4))
         tensors = [_tensor(reader) for _ in range(count)]
     except (EOFError, KeyError, struct.error, RecursionError) as error:
-        raise BrokenModel(f"{path}: truncated or damaged GGUF header; copy it again", param="model") from error
+        raise BrokenModel(f"{path}: truncated or damaged GGUF header; copy it again") from error
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align <= 0:
-        raise BrokenModel(f"{path}: general.alignment is {align!r:.100}, not a number of bytes", param="model")
+        raise BrokenModel(f"{path}: general.alignment is {align!r:.100}, not a number of bytes")
     start = (reader.at + align - 1) // align * align
     tensors = [GGUFTensor(t.name, t.shape, t.kind, start + t.offset) for t in tensors]
     for tensor in tensors:
@@ -151,24 +149,23 @@ def _mapped(path: Path) -> np.ndarray:
     try:
         return np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path}: cannot be read: {error}", param="model") from error
+        raise BrokenModel(f"{path}: cannot be read: {error}") from error
 
 
 def _check_tensor(path: Path, tensor: GGUFTensor, size: int) -> None:
     """Raise `BrokenModel` unless a tensor of a supported type has a valid shape and lies within the file's `size` bytes."""
     if not 1 <= len(tensor.shape) <= MAX_DIMENSIONS or 0 in tensor.shape:
-        raise BrokenModel(f"{path}: tensor {tensor.name} has the shape {list(tensor.shape)[:9]}", param="model")
+        raise BrokenModel(f"{path}: tensor {tensor.name} has the shape {list(tensor.shape)[:9]}")
     kind = kinds().get(tensor.kind)
     if kind is None:
         return  # refused later, with its name
     if tensor.shape[-1] % kind.block:
         raise BrokenModel(
             f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "
-            f"number of blocks of {kind.block}",
-            param="model",
+            f"number of blocks of {kind.block}"
         )
     if tensor.offset + stored_bytes(tensor.kind, tensor.shape) > size:
-        raise BrokenModel(f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again", param="model")
+        raise BrokenModel(f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again")
 
 
 def _tensor(reader: _Reader) -> GGUFTensor:

@@ -40,14 +40,14 @@ def write_tokenizer(metadata: JsonObject, directory: Path, source: str) -> None:
     tokens."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise BrokenModel(f"{source}: has no tokenizer (tokenizer.ggml.tokens)", param="model")
+        raise BrokenModel(f"{source}: has no tokenizer (tokenizer.ggml.tokens)")
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens, source)
     elif kind in ("llama", "gemma4"):
         tokenizer = _sentencepiece(metadata, tokens)
     else:
-        raise UnsupportedModel(f"{source}: tokenizer model {kind!r} is not supported (gpt2, llama and gemma4 are)", param="model")
+        raise UnsupportedModel(f"{source}: tokenizer model {kind!r} is not supported (gpt2, llama and gemma4 are)")
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     control = [t for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
     user = [t for t, k in zip(tokens, types, strict=True) if k == _USER]
@@ -71,7 +71,7 @@ def _byte_level(metadata: JsonObject, tokens: list[str], source: str) -> Tokeniz
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
         known = ", ".join((*_DIGITS, *_PATTERNS, *_PLAIN))
-        raise UnsupportedModel(f"{source}: pre-tokeniser {pre!r} is not supported; supported are {known}", param="model")
+        raise UnsupportedModel(f"{source}: pre-tokeniser {pre!r} is not supported; supported are {known}")
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in (*_LLAMA3, *_TEKKEN)))
