@@ -16,9 +16,9 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from tandem.config.settings import Settings
+from tandem.config.settings import Settings, Within
 from tandem.errors import ConfigError
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -72,6 +72,8 @@ class Option:
     """True if None is allowed."""
     repeated: bool = False
     """True if the value is a tuple of `base`."""
+    within: Within | None = None
+    """Range of numbers, or of the length of texts; None allows any."""
 
     @property
     def flag(self) -> str:
@@ -137,7 +139,7 @@ def options() -> tuple[Option, ...]:
     found = []
     for section in section_names():
         settings_class = section_class(section)
-        hints = typing.get_type_hints(settings_class)
+        hints = typing.get_type_hints(settings_class, include_extras=True)
         texts = field_docs(settings_class)
         for field in dataclasses.fields(settings_class):
             shape = _shape(hints[field.name])
@@ -201,7 +203,7 @@ def field_docs(settings_class: type) -> dict[str, str]:
 
 
 def _shape(hint: object) -> dict[str, Any]:
-    """Return `base`, `choices`, `optional` and `repeated` for a field's type. Raises TypeError for an unsupported type."""
+    """Return all that an option has of its field's type. Raises TypeError for an unsupported type."""
     shape: dict[str, Any] = {}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
@@ -209,6 +211,8 @@ def _shape(hint: object) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
         shape["repeated"] = True
+    if typing.get_origin(hint) is Annotated:
+        hint, shape["within"] = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         shape["choices"] = typing.get_args(hint)
         hint = str

@@ -10,9 +10,6 @@ from tandem.config.settings import SpeculationSettings
 from tandem.errors import ConfigError
 from tandem.json_types import JsonObject
 
-MOST_DRAFTS = 32
-"""Most draft tokens per step: longer drafts rarely pay off, and sliding windows reserve room for all."""
-MOST_LOOKUP = 64
 _NAMES = {
     "method": "speculative_method",
     "model": "draft_model",

@@ -11,11 +11,11 @@ import re
 import stat
 from collections.abc import Callable
 
-from tandem.config.api_keys import MOST, ClientLimits, read_key_file
-from tandem.config.options import by_name, options
-from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.api_keys import ClientLimits, read_key_file
+from tandem.config.options import Option, by_name, options
+from tandem.config.settings import ABOVE_0, ParallelSettings, Settings
 from tandem.config.sizes import memory_size, wired_bytes
-from tandem.config.speculation import MOST_DRAFTS, MOST_LOOKUP, with_speculative_config
+from tandem.config.speculation import with_speculative_config
 from tandem.errors import ConfigError
 
 Label = Callable[[str], str]
@@ -25,86 +25,6 @@ LONGEST_SOCKET = 98
 """Bytes allowed for a Unix socket's path: 103 on macOS, minus room for a replica's suffix (`-123`)."""
 _BEYOND = 2**63
 """Exclusive limit of all numbers: settings travel between processes as 64-bit numbers."""
-_AT_LEAST_ONE = (1, math.inf)
-_POSITIVE = (math.ulp(0.0), math.inf)
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_context": _AT_LEAST_ONE,
-    "pipeline_parallel_size": _AT_LEAST_ONE,
-    "tensor_parallel_size": _AT_LEAST_ONE,
-    "data_parallel_size": (1, 128),
-    "parallel": _AT_LEAST_ONE,
-    "tensor_split": _POSITIVE,
-    "layer_split": _AT_LEAST_ONE,
-    "micro_batches": _AT_LEAST_ONE,
-    "threads_per_rank": _AT_LEAST_ONE,
-    "standby_ranks": (0, 1),
-    "host_entries": (0, math.inf),
-    "join_port": (1, 65535),
-    "heartbeat_timeout": (2.0, math.inf),
-    "max_batch_size": _AT_LEAST_ONE,
-    "max_loras": _AT_LEAST_ONE,
-    "max_lora_rank": _AT_LEAST_ONE,
-    "prefill_chunk": _AT_LEAST_ONE,
-    "prefill_time_ms": (0.0, math.inf),
-    "max_queued_requests": _AT_LEAST_ONE,
-    "max_queue_tokens": _AT_LEAST_ONE,
-    "kv_tokens": _AT_LEAST_ONE,
-    "prefix_cache": (0.0, 1.0),
-    "prefix_checkpoint_tokens": _AT_LEAST_ONE,
-    "kv_disk_gb": _POSITIVE,
-    "memory_fraction": (math.ulp(0.0), 1.0),
-    "step_timeout": _POSITIVE,
-    "start_timeout": _POSITIVE,
-    "rejoin_timeout": _POSITIVE,
-    "warm_up_seconds": (0.0, math.inf),
-    "max_restarts": (0, math.inf),
-    "num_speculative_tokens": (1, MOST_DRAFTS),
-    "prompt_lookup_max": (1, MOST_LOOKUP),
-    "prompt_lookup_min": (1, MOST_LOOKUP),
-    "port": (0, 65535),
-    "max_connections": _AT_LEAST_ONE,
-    "max_connections_per_address": _AT_LEAST_ONE,
-    "max_body_mb": _POSITIVE,
-    "default_max_tokens": _AT_LEAST_ONE,
-    "thinking_budget": (0, 2**31 - 1),
-    "request_timeout": _POSITIVE,
-    "keep_conversations": (0.0, math.inf),
-    "max_choices": _AT_LEAST_ONE,
-    "max_concurrent_requests": (1, MOST),
-    "requests_per_minute": (1, MOST),
-    "tokens_per_minute": (1, MOST),
-    "journal_keep_hours": _POSITIVE,
-    "journal_max_gb": _POSITIVE,
-    "max_file_mb": _POSITIVE,
-    "files_max_gb": _POSITIVE,
-    "drain_timeout": (0.0, math.inf),
-    "unload_after": _POSITIVE,
-    "max_loaded": _AT_LEAST_ONE,
-}
-_NOT_EMPTY = (
-    "served_name",
-    "revision",
-    "chat_template",
-    "generation_config",
-    "override_generation_config",
-    "blas",
-    "host",
-    "api_key_file",
-    "journal",
-    "engine_socket",
-    "hostfile",
-    "hardware_profile",
-    "remote_python",
-    "draft_model",
-    "head_address",
-    "token_file",
-    "ray_address",
-    "adapter_path",
-    "kv_disk",
-    "tls_cert",
-    "tls_key",
-    "warmup_prompts",
-)
 
 
 def default_label(name: str) -> str:
@@ -117,7 +37,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
     for option in options():
         value = getattr(getattr(settings, option.section), option.name)
         for item in value if option.repeated and value is not None else (value,):
-            _check_item(option.name, item, label)
+            _check_item(option, item, label)
     wired_bytes(settings.scheduler.wired, label("wired"))
     if settings.scheduler.max_memory is not None:
         memory_size(settings.scheduler.max_memory, label("max_memory"), "max_memory")
@@ -165,19 +85,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _check_item(name: str, value: object, label: Label) -> None:
+def _check_item(option: Option, value: object, label: Label) -> None:
     """Check a number's range, and that a text is not empty. Raises ConfigError."""
-    if name in _NOT_EMPTY and value == "":
+    name = option.name
+    if option.within is not None and value == "":
         raise ConfigError(f"{label(name)}: must not be empty", param=name)
-    if name not in _RANGES or not isinstance(value, int | float):
+    if option.within is None or not isinstance(value, int | float):
         return
-    low, high = _RANGES[name]
+    low, high = option.within
     if low <= value <= high and value < _BEYOND:
         return
-    if name == "memory_fraction":
-        allowed = "above 0 and at most 1"
-    elif low == math.ulp(0.0):
-        allowed = "above 0"
+    if low == ABOVE_0:
+        allowed = "above 0" if math.isinf(high) else f"above 0 and at most {high:g}"
     else:
         allowed = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
     if low <= value <= high:
@@ -256,7 +175,7 @@ def _check_speculation(settings: Settings, label: Label) -> None:
     chosen = with_speculative_config(settings.speculation, label("speculative_config"))
     if settings.speculation.speculative_config is not None:
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            _check_item(name, getattr(chosen, name), lambda name: f"{label('speculative_config')} {name}")
+            _check_item(by_name()[name], getattr(chosen, name), lambda name: f"{label('speculative_config')} {name}")
     if chosen.prompt_lookup_min > chosen.prompt_lookup_max:
         raise ConfigError(
             f"{label('prompt_lookup_min')}: {chosen.prompt_lookup_min} is more than the "
