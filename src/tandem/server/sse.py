@@ -48,13 +48,16 @@ class AnswerWriter(Protocol):
     """Encoder of one endpoint's stream; each method returns complete events."""
 
     headers: ClassVar[list[tuple[bytes, bytes]]] = HEADERS
+    done: ClassVar[bytes] = DONE
+    """Last bytes of a stream; empty where the last event ends it."""
 
     def keep_alive(self) -> bytes:
         """Return what is sent when there was no text for the heartbeat interval."""
         return KEEP_ALIVE
 
     def head(self) -> bytes:
-        """Return the events before the first text."""
+        """Return the events before the first text, none by default."""
+        return b""
 
     def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """Return the events for new text. `extras`: fields for the last chunk with choices, if no usage follows."""
@@ -65,10 +68,6 @@ class AnswerWriter(Protocol):
     async def end(self) -> None:
         """Run endpoint-specific work between the last text and the last event."""
         return None
-
-    def done(self) -> bytes:
-        """Return the last bytes of a stream."""
-        return DONE
 
     def error(self, error: RequestError) -> bytes:
         """Return the last bytes of a stream that failed."""
@@ -192,7 +191,7 @@ class EventStream(Response):
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
         self._generation.close()  # before the last bytes, so that the client's next request finds this slot free
-        await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
+        await send({"type": "http.response.body", "body": body + self._writer.done, "more_body": False})
 
     async def _write(self, deltas: list[Delta]) -> bytes:
         of_prompts = sum(len(delta.prompt) * (delta.prompt.k + 1) for delta in deltas if delta.prompt is not None)

@@ -124,6 +124,8 @@ def failed_message(error: RequestError) -> bytes:
 class MessageWriter(AnswerWriter):
     """Writer of an answer in Anthropic's format: as one message, or as events."""
 
+    done = b""
+
     def __init__(self, generation: Generation, reply: Reply, max_tokens: int) -> None:
         self._generation = generation
         self._max_tokens = max_tokens
@@ -166,10 +168,6 @@ class MessageWriter(AnswerWriter):
         """Return the events `message_delta` and `message_stop`."""
         end = {"type": "message_delta", "delta": self._ending, "usage": _usage(self._generation)}
         return named_event(end) + named_event({"type": "message_stop"})
-
-    def done(self) -> bytes:
-        """Return nothing, as `message_stop` ends the stream."""
-        return b""
 
     def error(self, error: RequestError) -> bytes:
         """Return the event that ends a failed stream."""

@@ -85,12 +85,8 @@ def _replica(index: int, report: CacheReport) -> dict[str, object]:
         "kv_disk": report.kv_disk,
         "memory": {
             "prefixes": report.count,
-            "tokens": report.tokens,
-            "limit_tokens": report.limit_tokens,
             "bytes": report.nbytes,
-            "queries": report.queries,
-            "hits": report.hits,
-            "hit_tokens": report.hit_tokens,
+            **{name: getattr(report, name) for name in ("tokens", "limit_tokens", "queries", "hits", "hit_tokens")},
         },
         "disk": disk,
         "prefixes": msgspec.to_builtins(report.prefixes),

@@ -49,24 +49,24 @@ class ChatPlan:
     """Everything about one chat request that the engine and the output parser need."""
 
     prompt: list[int]
-    form: StructuredOutputs | None
-    """Checked grammar of the answer; None for free text."""
-    output_parser: OutputParser | None
-    """Parser of reasoning and tool calls; None when the whole answer is content."""
-    shown: frozenset[int]
-    """Ids of special tokens to keep in the text, as the output parser needs them."""
-    calls_finish: str
-    """`finish_reason` of a complete answer with calls: `tool_calls`, or OpenAI's `stop` if `tool_choice` named one."""
-    hides_reasoning: bool
-    """Leave reasoning out of the answer."""
-    short_ids: bool
-    """Use call ids of nine characters, as Mistral's templates require."""
-    thinking: ThinkingTokens | None
-    """Token ids around reasoning; None if the model does not think or its tags are not special tokens."""
-    marked: bool
-    """True if the model puts tags around its reasoning."""
     effort: ThinkingSettings
     """Thinking settings of the request."""
+    form: StructuredOutputs | None = None
+    """Checked grammar of the answer; None for free text."""
+    output_parser: OutputParser | None = None
+    """Parser of reasoning and tool calls; None when the whole answer is content."""
+    shown: frozenset[int] = frozenset()
+    """Ids of special tokens to keep in the text, as the output parser needs them."""
+    calls_finish: str = "stop"
+    """`finish_reason` of a complete answer with calls: `tool_calls`, or OpenAI's `stop` if `tool_choice` named one."""
+    hides_reasoning: bool = False
+    """Leave reasoning out of the answer."""
+    short_ids: bool = False
+    """Use call ids of nine characters, as Mistral's templates require."""
+    thinking: ThinkingTokens | None = None
+    """Token ids around reasoning; None if the model does not think or its tags are not special tokens."""
+    marked: bool = False
+    """True if the model puts tags around its reasoning."""
 
 
 async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:

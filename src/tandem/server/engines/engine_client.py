@@ -382,33 +382,20 @@ class Member:
 
     def shown(self, replica: int, outstanding_tokens: int) -> ReplicaState:
         """Return the replica's state for /health, from its last status and the supervisor's report."""
-        status, alive = self.client.status, self.client.alive
-        told = None if self.info is None or self.info.state == "running" else self.info.state
-        if status is None or not alive:
-            return ReplicaState(
-                replica,
-                told or "unreachable",
-                self.info.detail if self.info else "",
-                len(status.ranks) if status else 0,
-                0,
-                0,
-                outstanding_tokens,
-                0,
-                0,
-                status.restarts if status else 0,
-                self.role,
-            )
+        status, info = self.client.status, self.info
+        now = status if self.client.alive else None
+        told = "unreachable" if info is None or info.state == "running" else info.state
         return ReplicaState(
             replica,
-            "draining" if self.draining else status.state,
-            status.detail,
-            len(status.ranks),
-            status.running,
-            status.queued,
+            told if now is None else self.state,
+            (info.detail if info else "") if now is None else now.detail,
+            len(status.ranks) if status else 0,
+            now.running if now else 0,
+            now.queued if now else 0,
             outstanding_tokens,
-            status.kv_tokens_used,
-            status.kv_tokens_total,
-            status.restarts,
+            now.kv_tokens_used if now else 0,
+            now.kv_tokens_total if now else 0,
+            status.restarts if status else 0,
             self.role,
         )
 

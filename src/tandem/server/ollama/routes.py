@@ -33,18 +33,7 @@ from tandem.server.tools.deltas import CallArguments, CallStart, ReasoningText, 
 router = APIRouter(responses=failures(OllamaError))
 
 
-PLAIN = ChatPlan(
-    [],
-    None,
-    None,
-    frozenset(),
-    "stop",
-    hides_reasoning=False,
-    short_ids=False,
-    thinking=None,
-    effort=ThinkingSettings(None, "", None),
-    marked=False,
-)
+PLAIN = ChatPlan([], ThinkingSettings(None, "", None))
 """Plan of a raw prompt, whose whole answer is content."""
 
 
@@ -117,6 +106,7 @@ class LineWriter(AnswerWriter):
     """Writer of an answer in Ollama's format: as one object, or as a JSON object a line. Tool calls are never divided."""
 
     headers = [(b"content-type", NDJSON.encode()), *HEADERS[1:]]
+    done = b""
 
     def __init__(self, generation: Generation, reply: Reply, fields: requests.OllamaRequest, load_s: float) -> None:
         """`load_s`: seconds until the model was loaded."""
@@ -131,10 +121,6 @@ class LineWriter(AnswerWriter):
             said |= {name: said[name] + value if name in said else value for name, value in piece.items()}
         return json_response(_part(self._fields, said) | self._end())
 
-    def head(self) -> bytes:
-        """Return nothing, as every line has text."""
-        return b""
-
     def keep_alive(self) -> bytes:
         """Return a line without text, as clients parse every line."""
         return self._line({})
@@ -146,10 +132,6 @@ class LineWriter(AnswerWriter):
     def usage(self, usage: JsonObject, extras: JsonObject) -> bytes:
         """Return the last line, with reason, counts and durations."""
         return encode_json(_part(self._fields, {}) | self._end()) + b"\n"
-
-    def done(self) -> bytes:
-        """Return nothing, as `"done": true` ends the stream."""
-        return b""
 
     def error(self, error: RequestError) -> bytes:
         """Return the line that ends a failed stream."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from tandem.errors import RequestError, invalid
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
@@ -78,49 +80,6 @@ def room(prompt: Sequence[int], asked: int | None, served: Served, status: Engin
     return min(default or left if asked is None else asked, left)
 
 
-def sampling_params(
-    fields: SamplingFields,
-    status: EngineStatus,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    choice: int,
-    form: StructuredOutputs | None = None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
-    """Return the sampling parameters of choice number `choice`, with the model's defaults for missing fields.
-
-    A given seed is increased by `choice`, so that each choice is reproducible and different. Raises RequestError.
-    """
-    if form is not None:
-        for name in ("min_tokens", "ignore_eos"):
-            if getattr(fields, name):
-                raise invalid(name, f"'{name}' contradicts structured output, whose form decides where the answer ends.")
-    if (fields.min_tokens or 0) > max_tokens:
-        raise invalid("min_tokens", f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens}).")
-    check_token_ids(fields.stop_token_ids or (), status.vocab_size, "stop_token_ids")
-    own = status.defaults
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=fields.min_tokens or 0,
-        temperature=_first(fields.temperature, own.temperature, 1.0),
-        top_p=_first(fields.top_p, own.top_p, 1.0),
-        top_k=max(_first(fields.top_k, own.top_k, 0), 0),
-        min_p=_first(fields.min_p, own.min_p, 0.0),
-        repetition_penalty=_first(fields.repetition_penalty, own.repetition_penalty, 1.0),
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        presence_penalty=fields.presence_penalty or 0.0,
-        logit_bias=_logit_bias(fields.logit_bias or {}, status.vocab_size),
-        seed=None if fields.seed is None else (fields.seed + choice) & _SEED_MASK,
-        stop=tuple(fields.stop or ()),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
-        logprobs=logprobs,
-        structured_outputs=form,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
 def sequences_of(
     prompt: list[int],
     fields: SamplingFields,
@@ -133,27 +92,46 @@ def sequences_of(
     form: StructuredOutputs | None,
     prompt_logprobs: int | None,
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Return (prompt, sampling parameters) for each choice of one prompt. Raises RequestError naming `param`.
+    """Return (prompt, sampling parameters) for each choice of one prompt, with the model's defaults for missing fields.
 
     `asked`: output limit of the request, which may exceed the context. Without streaming, only the first choice computes
-    the prompt's log probabilities.
+    the prompt's log probabilities. A given seed is increased by the choice's number, so that each choice is reproducible
+    and different. Raises RequestError naming `param`.
     """
     max_tokens = room(prompt, asked, served, status, param=param)
-    return [
-        (
-            prompt,
-            sampling_params(
-                fields,
-                status,
-                max_tokens=max_tokens,
-                logprobs=logprobs,
-                choice=choice,
-                form=form,
-                prompt_logprobs=None if choice and max_tokens and not fields.stream else prompt_logprobs,
-            ),
-        )
-        for choice in range(fields.n or 1)
-    ]
+    if form is not None:
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(fields, name):
+                raise invalid(name, f"'{name}' contradicts structured output, whose form decides where the answer ends.")
+    if (fields.min_tokens or 0) > max_tokens:
+        raise invalid("min_tokens", f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens}).")
+    check_token_ids(fields.stop_token_ids or (), status.vocab_size, "stop_token_ids")
+    own = status.defaults
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens or 0,
+        temperature=_first(fields.temperature, own.temperature, 1.0),
+        top_p=_first(fields.top_p, own.top_p, 1.0),
+        top_k=max(_first(fields.top_k, own.top_k, 0), 0),
+        min_p=_first(fields.min_p, own.min_p, 0.0),
+        repetition_penalty=_first(fields.repetition_penalty, own.repetition_penalty, 1.0),
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        logit_bias=_logit_bias(fields.logit_bias or {}, status.vocab_size),
+        stop=tuple(fields.stop or ()),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=logprobs,
+        structured_outputs=form,
+        prompt_logprobs=prompt_logprobs,
+    )
+    return [(prompt, _of_choice(params, choice, fields)) for choice in range(fields.n or 1)]
+
+
+def _of_choice(params: SamplingParams, choice: int, fields: SamplingFields) -> SamplingParams:
+    seed = None if fields.seed is None else (fields.seed + choice) & _SEED_MASK
+    alike = not choice or not params.max_tokens or bool(fields.stream)
+    return replace(params, seed=seed, prompt_logprobs=params.prompt_logprobs if alike else None)
 
 
 def _first(asked: Number | None, own: Number | None, default: Number) -> Number:

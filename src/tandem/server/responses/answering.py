@@ -57,6 +57,8 @@ def error_event(error: RequestError) -> JsonObject:
 class Answering(AnswerWriter):
     """Converter of a generation's deltas to the events and the object of one response."""
 
+    done = b""
+
     def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems, created: int) -> None:
         """`created`: seconds since 1970."""
         params = generation.params
@@ -115,10 +117,6 @@ class Answering(AnswerWriter):
         """Return the final event as it is stored, without advancing the sequence number."""
         event = {"type": f"response.{self._status}", "response": self.response(), "sequence_number": self._sent}
         return named_event(event)
-
-    def done(self) -> bytes:
-        """Return nothing, as the final event ends the stream."""
-        return b""
 
     def error(self, error: RequestError) -> bytes:
         """Return the event `response.failed`."""

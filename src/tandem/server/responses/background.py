@@ -24,7 +24,7 @@ from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
 from tandem.server.store.calls import StoredReply
-from tandem.server.store.jobs import Job, Jobs, get_jobs
+from tandem.server.store.jobs import Job, Jobs, get_jobs, needs_journal
 from tandem.server.store.journal import Entry
 
 ROUTE = "/v1/responses"
@@ -68,13 +68,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     """
     api, jobs = get_api(http), get_jobs(http)
     if jobs is None:
-        raise RequestError(
-            "'background' needs a journal: start the server with --journal DIR "
-            "(docs/background-work.md), or "
-            "leave it out and wait for the answer or stream it.",
-            param="background",
-            code="unsupported_parameter",
-        )
+        raise needs_journal("'background' needs", "leave it out and wait for the answer or stream it", "background")
     await translated(http, lambda: chat_request(fields))
     api.find(fields.model)
     http.scope["tandem.metered"] = True

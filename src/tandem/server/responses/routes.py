@@ -30,7 +30,7 @@ from tandem.server.responses.answering import Answering, OutputItems, error_even
 from tandem.server.responses.schemas import ResponsesRequest, as_parts, implied_type
 from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import encode_json, json_response, named_event, streamed
-from tandem.server.store.jobs import Job, get_jobs, request_digest
+from tandem.server.store.jobs import Job, get_jobs, needs_journal, request_digest
 from tandem.server.store.journal import Entry
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ async def _in_full(http: Request, fields: ResponsesRequest, raw: bytes) -> tuple
         return fields, raw
     if get_jobs(http) is None:
         name, param = ("previous_response_id",) * 2 if previous else ("item_reference", references[0][0])
-        raise _needs_journal(name, "send the whole conversation in 'input'", param)
+        raise needs_journal(f"'{name}' needs", "send the whole conversation in 'input'", param)
     limit, past, output = get_api(http).max_body, b"", list[JsonObject]()
     items = await _referenced(http, references, limit)
     if previous:
@@ -208,14 +208,9 @@ def _keeps(http: Request, fields: ResponsesRequest) -> bool:
     if get_jobs(http) is not None or not fields.store:
         return get_jobs(http) is not None
     if get_api(http).settings.server.unknown_fields == "refuse":
-        raise _needs_journal("store", "leave it out")
+        raise needs_journal("'store' needs", "leave it out", "store")
     note_ignored(http, "store")
     return False
-
-
-def _needs_journal(name: str, other: str, param: str | None = None) -> RequestError:
-    message = f"'{name}' needs a journal: start the server with --journal DIR (docs/background-work.md), or {other}."
-    return RequestError(message, param=param or name, code="unsupported_parameter")
 
 
 async def _keep(http: Request, raw: bytes, answer: Answering) -> None:

@@ -258,14 +258,9 @@ def _shown(event: Event, *, mine: bool) -> dict[str, object]:
     """Return an event as JSON for a client; request ids are included only if `mine`."""
     return {
         "object": "event",
-        "number": event.number,
         "time": round(event.at, 3),
-        "kind": event.kind,
-        "level": event.level,
-        "text": event.text,
+        **{name: getattr(event, name) for name in ("number", "kind", "level", "text", "replica", "rank")},
         "remedy": event.remedy or None,
-        "replica": event.replica,
-        "rank": event.rank,
         "model": event.model or None,
         "request_id": (event.request_id or None) if mine else None,
     }

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tandem.errors import NotFoundError, RequestError, invalid
+from tandem.errors import NotFoundError, invalid
 from tandem.server.body import read_body
 from tandem.server.body_validation import parse_bytes
 from tandem.server.context import get_api, get_group, new_id, note_ignored
@@ -23,6 +23,7 @@ from tandem.server.openapi import documented
 from tandem.server.sse import json_response
 from tandem.server.store.batches import Batches, BatchRecord
 from tandem.server.store.files import KEEP_S, LONGEST_S, SHORTEST_S, File, on_disk
+from tandem.server.store.jobs import needs_journal
 
 router = APIRouter()
 MAX_BODY = 65536
@@ -101,12 +102,7 @@ def _batches(http: Request) -> Batches:
     """Return the application's batches. Raises RequestError without a journal."""
     batches = cast("Batches | None", http.app.state.batches)
     if batches is None:
-        raise RequestError(
-            "Files and batches need a journal: start the server with --journal DIR "
-            "(docs/background-work.md), or "
-            "use `tandem batch`.",
-            code="unsupported_operation",
-        )
+        raise needs_journal("Files and batches need", "use `tandem batch`", code="unsupported_operation")
     return batches
 
 

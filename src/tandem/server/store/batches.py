@@ -78,21 +78,16 @@ class BatchRecord(ClientRecord, kw_only=True):
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         times = {f"{name}_at": int(self.times[name]) if name in self.times else None for name in names}
         errors = [*self.errors, *([self.trouble] if self.trouble else ())]
+        same = ("endpoint", "status", "input_file_id", "completion_window", "output_file_id", "error_file_id", "metadata")
         return {
             "id": self.id,
             "object": "batch",
-            "endpoint": self.endpoint,
-            "status": self.status,
+            **{name: getattr(self, name) for name in same},
             "errors": {"object": "list", "data": errors} if errors else None,
-            "input_file_id": self.input_file_id,
-            "completion_window": self.completion_window,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
             "created_at": int(self.created_at),
             "expires_at": int(self.expires_at),
             **times,
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "metadata": self.metadata,
         }
 
 

@@ -350,6 +350,12 @@ class Jobs:
             return await call(self._api, self.app, self.root, entry.route, body, entry.group, job.cancelled, more)
 
 
+def needs_journal(what: str, other: str, param: str | None = None, code: str = "unsupported_parameter") -> RequestError:
+    """Return the error for something that needs a journal, on a server without one; `other`: what to do instead."""
+    message = f"{what} a journal: start the server with --journal DIR (docs/background-work.md), or {other}."
+    return RequestError(message, param=param, code=code)
+
+
 def get_jobs(http: Request) -> Jobs | None:
     """Return the jobs of the application that serves this request; None without a journal."""
     return cast("Jobs | None", http.app.state.jobs)

@@ -21,7 +21,7 @@ from tandem.planner.types import Goal, NothingFits, Request
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.body_validation import parse_bytes
-from tandem.server.cache.schemas import WarmRequest
+from tandem.server.cache import schemas as cache
 from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
@@ -30,23 +30,10 @@ from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
-    model.__name__: model
-    for model in (
-        openai.ChatRequest,
-        openai.CompletionRequest,
-        openai.EmbeddingRequest,
-        openai.RerankRequest,
-        openai.ScoreRequest,
-        openai.TokenizeRequest,
-        openai.DetokenizeRequest,
-        anthropic.MessagesRequest,
-        anthropic.CountRequest,
-        responses.ResponsesRequest,
-        ollama.OllamaChatRequest,
-        ollama.OllamaGenerateRequest,
-        ollama.OllamaEmbedRequest,
-        WarmRequest,
-    )
+    name: schema
+    for module in (anthropic, cache, ollama, openai, responses)
+    for name, schema in vars(module).items()
+    if name.endswith("Request")
 }
 """Schemas of bodies by name."""
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
