@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tandem.config.legacy import hub_cache, read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
@@ -25,6 +25,7 @@ from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.printable import printable
 
 log = logging.getLogger("tandem.cli")
+T = TypeVar("T")
 
 TITLES = {
     "model": "model",
@@ -139,6 +140,12 @@ def filled(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def filled_in(kind: type[T], arguments: argparse.Namespace, **others: object) -> T:
+    """Return a dataclass with the arguments that have the names of its fields; `others` are fields of other values."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(arguments, name) for name in names}, **others)
 
 
 class _HelpAll(argparse.Action):

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tandem.checkpoints.config import read_config
-from tandem.cli.arguments import load_settings
+from tandem.cli.arguments import filled_in, load_settings
 from tandem.diagnostics.parity.comparison import Comparison, MlxRank, ParityOptions, Verdict, launched_rank, prepare
 from tandem.engine.build_layout import stage_sizes
 from tandem.errors import ConfigError
@@ -31,13 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepared(arguments: argparse.Namespace, process_group: MlxRank | None = None) -> Comparison:
     settings = load_settings(arguments).settings
     set_up("WARNING")
-    options = ParityOptions(
-        reference=arguments.reference,
-        prompts=arguments.prompts,
-        tokens=arguments.tokens,
-        prefill_chunk=arguments.prefill_chunk,
-        tolerance=arguments.tolerance,
-    )
+    options = filled_in(ParityOptions, arguments)
     return prepare(settings, options, process_group, lambda text: print(text, file=sys.stderr, flush=True))
 
 

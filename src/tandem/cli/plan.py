@@ -16,6 +16,7 @@ from rich.table import Table
 from tandem.checkpoints import catalogue
 from tandem.checkpoints.catalogue import Chosen
 from tandem.checkpoints.resolve import known, resolve
+from tandem.cli.arguments import filled_in
 from tandem.cli.screen import screen
 from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError
@@ -203,22 +204,12 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
         )
     if arguments.kv_dtype != "auto":
         require_quantizable(description, arguments.kv_dtype)
-    return Request(
-        context=arguments.context,
-        streams=arguments.streams,
-        goal=arguments.goal,
-        dtype=arguments.dtype,
-        dequantize=arguments.dequantize,
-        kv_dtype=arguments.kv_dtype,
-        prefill_chunk=arguments.prefill_chunk,
-        memory_fraction=arguments.memory_fraction,
-        layouts=tuple(parse_layout(text) for text in arguments.layout or ()),
-    )
+    return filled_in(Request, arguments, layouts=tuple(parse_layout(text) for text in arguments.layout or ()))
 
 
 def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, request: Request) -> None:
     machines = cluster.machines
-    named = Named(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Named)})
+    named = filled_in(Named, arguments)
     if arguments.json:
         serve = None if answer.chosen is None else serve_flags(answer, request, named)
         print(

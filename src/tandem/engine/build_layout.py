@@ -260,27 +260,13 @@ def _check_role(parallel: ParallelSettings, kv_disk: str | None, draft: ModelFil
 
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
     """Raise ConfigError for fast fences or wired weights if no rank runs on a Mac's GPU."""
-    if parallel.device == "cpu" and wired_bytes(wired):
-        raise ConfigError(
-            f"--wired {wired}: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out", param="wired"
-        )
     no_mac = sys.platform != "darwin" and launcher_kind(parallel).here
-    if no_mac and wired_bytes(wired):
-        raise ConfigError(
-            f"--wired {wired}: is about the GPUs of Macs, and all ranks run on this machine, which is none; leave it out",
-            param="wired",
-        )
-    if parallel.fast_sync != "on":
-        return
-    if parallel.device == "cpu":
-        raise ConfigError(
-            "--fast-sync on: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out", param="fast_sync"
-        )
-    if no_mac:
-        raise ConfigError(
-            "--fast-sync on: is about the GPUs of Macs, and all ranks run on this machine, which is none; leave it out",
-            param="fast_sync",
-        )
+    for name, value, asked in (("wired", wired, wired_bytes(wired)), ("fast_sync", "on", parallel.fast_sync == "on")):
+        what = f"--{name.replace('_', '-')} {value}: is about the GPUs of Macs, and"
+        if asked and parallel.device == "cpu":
+            raise ConfigError(f"{what} --device cpu leaves them idle; leave one out", param=name)
+        if asked and no_mac:
+            raise ConfigError(f"{what} all ranks run on this machine, which is none; leave it out", param=name)
 
 
 def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:

@@ -9,6 +9,9 @@ from tandem.protocol.request import SamplingParams
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmParams
 
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+SAME = (*PENALTIES, "min_tokens", "temperature", "top_p", "min_p", "seed", "ignore_eos", "logprobs")
+"""Fields that both have under one name."""
 UNSUPPORTED = {
     "prompt_logprobs": "log probabilities of the prompt (prompt_logprobs, or echo with logprobs)",
     "logprob_token_ids": "log probabilities of named tokens (logprob_token_ids)",
@@ -33,18 +36,9 @@ def check(params: VllmParams) -> None:
 def translate(params: VllmParams) -> SamplingParams:
     """Return Tandem's parameters. Stop strings, stop tokens and lengths are left to vLLM, which ends requests itself."""
     return SamplingParams(
+        **{name: getattr(params, name) for name in SAME},
         max_tokens=params.max_tokens or 1,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
         top_k=max(params.top_k, 0),
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
         logit_bias=dict(params.logit_bias or {}),
-        seed=params.seed,
         stop_token_ids=tuple(sorted(params.all_stop_token_ids)),
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
     )

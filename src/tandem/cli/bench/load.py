@@ -230,16 +230,8 @@ def _save(
     for i, target in enumerate(targets):
         more = {"rounds": [detail(turn[i]) for turn in rounds]} if arguments.save_detailed else {}
         servers.append({"base_url": target.base_url, "model_id": target.model, **results[i], **more})
-    facts = {
-        "date": time.strftime("%Y%m%d-%H%M%S"),
-        "endpoint": arguments.endpoint,
-        "seed": arguments.seed,
-        "dataset_name": arguments.dataset_name,
-        "num_prompts": arguments.num_prompts,
-        "request_rate": rate,
-        "burstiness": arguments.burstiness,
-        "max_concurrency": arguments.max_concurrency,
-    }
+    same = ("endpoint", "seed", "dataset_name", "num_prompts", "burstiness", "max_concurrency")
+    facts = {"date": time.strftime("%Y%m%d-%H%M%S"), "request_rate": rate, **{name: getattr(arguments, name) for name in same}}
     second: dict[str, object] = {}
     if servers[1:]:
         second = {"compared": servers[1], "ratios": ratios(results[0], results[1])}

@@ -278,15 +278,8 @@ def donation(task: Task) -> Figures:
 def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
     """Return the fastest step's milliseconds, its extra memory in bytes, and the KV buffer's bytes."""
     mx.clear_cache()
-    model = random_llama(
-        hidden=shape.hidden,
-        layers=shape.layers,
-        mlp=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocabulary=512,
-    )
+    sizes = {name: getattr(shape, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
+    model = random_llama(**sizes, mlp=shape.hidden, vocabulary=512)
     dtype = mx.bfloat16 if on_gpu() else mx.float32
     model.set_dtype(dtype)
     mx.eval(model.parameters())
