@@ -19,36 +19,11 @@ GROUPS = (64, 32)
 """Group sizes of MLX's affine format, preferred first; the first that divides the head width is used."""
 _LARGEST = {8: 64, 4: 32}
 """Largest group size, by bits. At 4 bits a group of 32 halves the loss of a group of 64 (docs/kv.md)."""
-_WINDOWS = frozenset(
-    (
-        "afmoe",
-        "cohere2",
-        "exaone4",
-        "exaone_moe",
-        "gear",
-        "gemma3",
-        "gemma3_text",
-        "gemma3n",
-        "gemma4",
-        "gemma4_text",
-        "gemma4_unified",
-        "gpt_oss",
-        "iquestloopcoder",
-        "laguna",
-        "llama",
-        "llama4",
-        "mellum",
-        "mimo_v2_flash",
-        "ministral3",
-        "mistral3",
-        "muse_glimmer",
-        "olmo3",
-        "plamo3",
-        "recurrent_gemma",
-        "spark2_5",
-        "step3p5",
-    )
-)
+_WINDOWS = frozenset((
+    "afmoe", "cohere2", "exaone4", "exaone_moe", "gear", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
+    "gemma4_unified", "gpt_oss", "iquestloopcoder", "laguna", "llama", "llama4", "mellum", "mimo_v2_flash", "ministral3",
+    "mistral3", "muse_glimmer", "olmo3", "plamo3", "recurrent_gemma", "spark2_5", "step3p5",
+))  # fmt: skip
 """Model types whose windowed layers cache only the window in mlx-lm, if the config has one."""
 _PLAIN = frozenset(("llama", "mistral3"))
 """Types of `_WINDOWS` without a window unless the config lists the layers that have one."""
