@@ -33,6 +33,11 @@ class Axis:
 Axes = Callable[[JsonMapping], dict[str, Axis]]
 
 
+def split(base: Base, count: int, **units: int) -> dict[str, Axis]:
+    """Return axes that are split into the same `count` of units: elements per unit, by name."""
+    return {name: Axis(base, count, unit) for name, unit in units.items()}
+
+
 def number(config: JsonMapping, *keys: str) -> int:
     """Return the first of `keys` whose value is an integer in [0, LARGEST_NUMBER), or 0."""
     found = (config.get(key) for key in keys)
@@ -45,19 +50,15 @@ def latent(config: JsonMapping) -> dict[str, Axis]:
     heads = number(config, "num_attention_heads")
     plain = number(config, "qk_nope_head_dim", "head_dim")
     value = number(config, "v_head_dim", "head_dim") or number(config, "hidden_size") // max(heads, 1)
-    return {
-        "latent_q": Axis("heads", heads, plain + number(config, "qk_rope_head_dim")),
-        "latent_kv": Axis("heads", heads, plain + value),
-        "latent_out": Axis("heads", heads, value),
-        "latent_heads": Axis("heads", heads, 1),
-    }
+    turned = plain + number(config, "qk_rope_head_dim")
+    return split("heads", heads, latent_q=turned, latent_kv=plain + value, latent_out=value, latent_heads=1)
 
 
 def _gated(config: JsonMapping) -> dict[str, Axis]:
     """Return the axis of a query projection that also computes an output gate per head."""
     heads = number(config, "num_attention_heads")
     size = number(config, "head_dim") or number(config, "hidden_size") // max(heads, 1)
-    return {"q_gate": Axis("queries", heads, 2 * size)}
+    return split("queries", heads, q_gate=2 * size)
 
 
 def mixed(config: JsonMapping) -> dict[str, Axis]:
@@ -71,12 +72,8 @@ def mixed(config: JsonMapping) -> dict[str, Axis]:
     values = {number(config, key) for key in ("v_head_dim", "swa_v_head_dim")} - {0} or keys
     count = max(math.gcd(*(kv - {0} or {1})), 1)
     each = math.gcd(*heads) // count
-    return {
-        "mixed_q": Axis("heads", count, each * math.gcd(*keys)),
-        "mixed_kv": Axis("heads", count, math.gcd(*keys, *values)),
-        "mixed_out": Axis("heads", count, each * math.gcd(*values)),
-        "mixed_heads": Axis("heads", count, each),
-    }
+    query, out = each * math.gcd(*keys), each * math.gcd(*values)
+    return split("heads", count, mixed_q=query, mixed_kv=math.gcd(*keys, *values), mixed_out=out, mixed_heads=each)
 
 
 def _blocks(config: JsonMapping, part: str, figure: str) -> list[float]:
@@ -93,8 +90,8 @@ def blocks(config: JsonMapping) -> dict[str, Axis]:
     heads = number(config, "num_attention_heads")
     size = number(config, "hidden_size") // max(heads, 1)
     count = math.gcd(*(heads // int(one) for one in _blocks(config, "attention", "n_heads_in_group"))) or 1
-    whole = Axis("heads", count, heads // count * size)
-    return {"mixed_q": whole, "mixed_kv": Axis("heads", count, size), "mixed_out": whole}
+    whole = heads // count * size
+    return split("heads", count, mixed_q=whole, mixed_kv=size, mixed_out=whole)
 
 
 def blocks_width(config: JsonMapping) -> int:
@@ -111,23 +108,15 @@ def indexed(config: JsonMapping) -> dict[str, Axis]:
     own = sparse if isinstance(sparse, dict) else {}
     heads, kv, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     index = number(own, "sparse_num_index_heads") or number(config, "index_n_heads") or kv
-    count = max(math.gcd(kv, index), 1)
-    return {
-        "indexed_q": Axis("heads", count, heads // count * size),
-        "indexed_kv": Axis("heads", count, kv // count * size),
-        "index": Axis("heads", count, index // count * (number(own, "sparse_index_dim") or number(config, "index_head_dim"))),
-        "index_heads": Axis("heads", count, index // count),
-    }
+    count, width = max(math.gcd(kv, index), 1), number(own, "sparse_index_dim") or number(config, "index_head_dim")
+    query, each = heads // count * size, index // count
+    return split("heads", count, indexed_q=query, indexed_kv=kv // count * size, index=each * width, index_heads=each)
 
 
 def plamo(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of PLaMo 2's Mamba 2, whose heads share one B and one C, computed after the convolution."""
     heads, size = number(config, "mamba_num_heads"), number(config, "hidden_size_per_head")
-    return {
-        "ssm_gated": Axis("states", heads, 2 * size),
-        "ssm_width": Axis("states", heads, size),
-        "ssm_heads": Axis("states", heads, 1),
-    }
+    return split("states", heads, ssm_gated=2 * size, ssm_width=size, ssm_heads=1)
 
 
 def delta(config: JsonMapping) -> dict[str, Axis]:
@@ -137,37 +126,21 @@ def delta(config: JsonMapping) -> dict[str, Axis]:
     k = number(config, "linear_key_head_dim")
     each = values // max(keys, 1)
     v = each * number(config, "linear_value_head_dim")
-    return {
-        "delta_k": Axis("states", keys, k),
-        "delta_v": Axis("states", keys, v),
-        "delta_k_heads": Axis("states", keys, 1),
-        "delta_v_heads": Axis("states", keys, each),
-        "delta_qkvz": Axis("states", keys, 2 * k + 2 * v),
-        "delta_ba": Axis("states", keys, 2 * each),
-        **_gated(config),
-    }
+    plain = split("states", keys, delta_k=k, delta_v=v, delta_k_heads=1, delta_v_heads=each)
+    return plain | split("states", keys, delta_qkvz=2 * k + 2 * v, delta_ba=2 * each) | _gated(config)
 
 
 def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of Kimi Delta Attention, whose keys and values have equal heads, and of latent attention."""
     linear = config.get("linear_attn_config")
     own = linear if isinstance(linear, dict) else {}
-    heads = number(own, "num_heads")
-    return {
-        **latent(config),
-        "delta_heads": Axis("states", heads, 1),
-        "delta_width": Axis("states", heads, number(own, "head_dim")),
-    }
+    return latent(config) | split("states", number(own, "num_heads"), delta_heads=1, delta_width=number(own, "head_dim"))
 
 
 def ling_delta(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of `kimi_delta` for Ling, where both kinds of layers have `num_attention_heads` heads."""
     heads = number(config, "num_attention_heads")
-    return {
-        **latent(config),
-        "delta_heads": Axis("states", heads, 1),
-        "delta_width": Axis("states", heads, number(config, "head_dim")),
-    }
+    return latent(config) | split("states", heads, delta_heads=1, delta_width=number(config, "head_dim"))
 
 
 def lightning(config: JsonMapping) -> dict[str, Axis]:
@@ -176,12 +149,9 @@ def lightning(config: JsonMapping) -> dict[str, Axis]:
     heads, groups = number(config, "num_attention_heads"), number(config, "group_norm_size") or 1
     plain, beside = number(config, "hidden_size") // max(heads, 1), number(config, "kv_lora_rank") > 0
     size = number(config, "head_dim") or plain if beside else plain
-    return {
-        **(latent(config) if beside else {}),
-        "lightning": Axis("states", groups, heads // groups * size),
-        "lightning_heads": Axis("states", groups, heads // groups),
-        "lightning_groups": Axis("states", groups, 1),
-    }
+    each = heads // groups
+    own = split("states", groups, lightning=each * size, lightning_heads=each, lightning_groups=1)
+    return latent(config) | own if beside else own
 
 
 def ssm(config: JsonMapping) -> dict[str, Axis]:
@@ -195,19 +165,9 @@ def ssm(config: JsonMapping) -> dict[str, Axis]:
     size = number(config, "mamba_d_head", "mamba_head_dim", "head_dim")
     state = number(config, "mamba_d_state", "ssm_state_size", "state_size")
     if groups == 1:
-        return {
-            "ssm_width": Axis("states", heads, size),
-            "ssm_heads": Axis("states", heads, 1),
-            "ssm_b": Axis("whole", 1, state),
-            "ssm_groups": Axis("whole", 1, 1),
-        }
+        return split("states", heads, ssm_width=size, ssm_heads=1) | split("whole", 1, ssm_b=state, ssm_groups=1)
     each = heads // max(groups, 1)
-    return {
-        "ssm_width": Axis("states", groups, each * size),
-        "ssm_heads": Axis("states", groups, each),
-        "ssm_b": Axis("states", groups, state),
-        "ssm_groups": Axis("states", groups, 1),
-    }
+    return split("states", groups, ssm_width=each * size, ssm_heads=each, ssm_b=state, ssm_groups=1)
 
 
 def grouped_ssm(config: JsonMapping) -> dict[str, Axis]:
@@ -228,7 +188,7 @@ def channels(*width: str | int) -> Axes:
         count = 1
         for factor in width:
             count *= number(config, factor) if isinstance(factor, str) else factor
-        return {"channels": Axis("states", count, 1)}
+        return split("states", count, channels=1)
 
     return axes
 
@@ -236,7 +196,7 @@ def channels(*width: str | int) -> Axes:
 def gated_channels(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of Recurrent Gemma, whose channels share gates by head; heads are as many as in attention."""
     heads = number(config, "num_attention_heads")
-    return {"channels": Axis("states", heads, number(config, "hidden_size") // max(heads, 1)), "gates": Axis("states", heads, 1)}
+    return split("states", heads, channels=number(config, "hidden_size") // max(heads, 1), gates=1)
 
 
 def half_width(config: JsonMapping) -> int:
