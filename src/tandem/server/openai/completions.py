@@ -188,7 +188,7 @@ class CompletionWriter(ChunkWriter):
     def head(self) -> bytes:
         """Return chunks with the echoed prompts; with log probabilities, `delta` returns them instead."""
         return b"".join(
-            self._envelope.chunk({"text": choice.echo, "index": index, "logprobs": None, "finish_reason": None})
+            self._envelope.chunk(_choice(index, choice.echo))
             for index, choice in enumerate(self._choices)
             if choice.echo and not choice.echoes_logprobs
         )
@@ -197,12 +197,10 @@ class CompletionWriter(ChunkWriter):
         """Return a chunk for new text, after the echoed prompt if its log probabilities have arrived."""
         mine, echo = self._choices[delta.index], b""
         if mine.echoes_logprobs and delta.prompt is not None:
-            logprobs = mine.of_prompt(delta.prompt)
-            echo = self._envelope.chunk({"text": mine.echo, "index": delta.index, "logprobs": logprobs, "finish_reason": None})
-        choice = {
-            "text": delta.text,
-            "index": delta.index,
-            "logprobs": mine.of_output(delta.logprobs),
-            "finish_reason": delta.finish_reason,
-        }
+            echo = self._envelope.chunk(_choice(delta.index, mine.echo, mine.of_prompt(delta.prompt)))
+        choice = _choice(delta.index, delta.text, mine.of_output(delta.logprobs), delta.finish_reason)
         return echo + self._envelope.chunk(choice, extras)
+
+
+def _choice(index: int, text: str, logprobs: object = None, finish_reason: str | None = None) -> dict[str, object]:
+    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -30,7 +30,7 @@ from tandem.server.responses.answering import Answering, OutputItems, error_even
 from tandem.server.responses.schemas import ResponsesRequest, as_parts, implied_type
 from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import encode_json, json_response, named_event, streamed
-from tandem.server.store.jobs import Job, get_jobs, needs_journal, request_digest
+from tandem.server.store.jobs import Job, get_jobs, needs_journal, new_entry
 from tandem.server.store.journal import Entry
 
 logger = logging.getLogger(__name__)
@@ -219,16 +219,8 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
     assert jobs is not None
     try:
         jobs.check_size(len(raw))
-        entry = Entry(
-            0,
-            background.job_id(answer.generation.request_id),
-            get_group(http),
-            "",
-            request_digest(background.ROUTE, raw),
-            background.ROUTE,
-            float(answer.created),
-            0,
-        )
+        name = background.job_id(answer.generation.request_id)
+        entry = new_entry(name, get_group(http), background.ROUTE, raw, float(answer.created))
         await jobs.write(jobs.journal.keep, entry, raw, answer.last_event())
     except (UnavailableError, TooLargeError) as error:
         logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)

@@ -151,14 +151,8 @@ async def model_info(http: Request) -> Response:
         "num_devices": len(status.ranks),
     }
     more: dict[str, object] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.micro_batches}
-    more |= {
-        "kv_dtype": status.kv_dtype,
-        "kv_bytes_per_token": status.kv_bytes_per_token,
-        "prefix_cache": status.prefix_cache,
-        "kv_disk": status.kv_disk,
-        "speculation": status.speculation,
-        "generation_config": served.settings.model.generation_config,
-    }
+    same = ("kv_dtype", "kv_bytes_per_token", "prefix_cache", "kv_disk", "speculation")
+    more |= {name: getattr(status, name) for name in same} | {"generation_config": served.settings.model.generation_config}
     more |= {"default_sampling_params": status.defaults.given() | ({"max_tokens": limit} if limit else {})}
     return json_response({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
 
@@ -173,10 +167,8 @@ async def status_route(http: Request) -> Response:
     mine = [live for live in api.live.values() if api.find_live(live.request_id, group)]
     engine = msgspec.to_builtins(status) if status and api.client.alive else None
     if engine is not None:
-        engine.pop("query_id", None)
-        engine.pop("source", None)
-        engine.pop("type", None)
-        engine.pop("events", None)  # /v1/events has them all
+        for name in ("query_id", "source", "type", "events"):  # /v1/events has all events
+            engine.pop(name, None)
     body = {
         "status": _health(api),
         "model": _model_name(api),
@@ -201,16 +193,11 @@ def _model(api: Api, served: Served) -> dict[str, object]:
 
 
 def _live(request: Running) -> dict[str, object]:
+    same = ("request_id", "model", "route", "stream", "prompt_tokens", "completion_tokens", "choices")
     return {
-        "request_id": request.request_id,
-        "model": request.model,
-        "route": request.route,
-        "stream": request.stream,
+        **{name: getattr(request, name) for name in same},
         "created": int(request.created),
         "elapsed_seconds": round(time.time() - request.created, 3),
-        "prompt_tokens": request.prompt_tokens,
-        "completion_tokens": request.completion_tokens,
-        "choices": request.choices,
     }
 
 

@@ -173,18 +173,7 @@ class Jobs:
         is an answer. `counted`: the client's quota includes the request already. Raises UnavailableError (no engine, disk
         full), OverloadedError, TooLargeError.
         """
-        entry = Entry(
-            0,
-            new_id("req"),
-            group,
-            key,
-            request_digest(route, body),
-            route,
-            time.time(),
-            int(background),
-            outline,
-            size=len(body),
-        )
+        entry = new_entry(new_id("req"), group, route, body, time.time(), key, int(background), outline)
         refusal = self._refusal(entry, counted)
         self._coming[entry.id] = entry
         accepted = None
@@ -359,6 +348,13 @@ def needs_journal(what: str, other: str, param: str | None = None, code: str = "
 def get_jobs(http: Request) -> Jobs | None:
     """Return the jobs of the application that serves this request; None without a journal."""
     return cast("Jobs | None", http.app.state.jobs)
+
+
+def new_entry(
+    name: str, group: str, route: str, body: bytes, created: float, key: str = "", background: int = 0, outline: bytes = b""
+) -> Entry:
+    """Return the journal's entry for a request with the id `name`; the others are fields of `Entry`."""
+    return Entry(0, name, group, key, request_digest(route, body), route, created, background, outline, size=len(body))
 
 
 def request_digest(route: str, body: bytes) -> bytes:
