@@ -297,6 +297,11 @@ def add_as_for_serve(parser: _Options, *names: str) -> None:
             parser.add_argument(former.flag, dest=name, type=option.base, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
+def add_hostfile(parser: argparse._ActionsContainer, text: str, flag: str = "--hostfile") -> None:
+    """Add an option for a hosts file; `text` says what it is for."""
+    parser.add_argument(flag, metavar="FILE", type=filled, help=f"MLX's JSON hosts file{text}")
+
+
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a running server."""
     group = parser.add_argument_group("server")

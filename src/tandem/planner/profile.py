@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -41,6 +41,11 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """10**12 FLOP per second, in prefill chunks."""
     layer_us: Time
     """Microseconds per layer and step besides reading and multiplying."""
+
+    @property
+    def speeds(self) -> dict[str, Any]:
+        """Speeds as fields of `Machine`."""
+        return {"bandwidth": self.gb_per_s * 1e9, "flops": self.tflops * 1e12}
 
 
 class HostProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,15 +270,8 @@ def with_profile(
 
 def measured_machine(host: HostProfile) -> Machine:
     """Return a machine with the figures of its profile alone."""
-    step = host.steps[0]
-    return Machine(
-        name=host.name,
-        memory=host.memory_bytes,
-        bandwidth=step.gb_per_s * 1e9,
-        flops=step.tflops * 1e12,
-        gpu=host.gpu,
-        fence=METAL_FENCE if host.metal else 0.0,
-    )
+    fence = METAL_FENCE if host.metal else 0.0
+    return Machine(name=host.name, memory=host.memory_bytes, gpu=host.gpu, fence=fence, **host.steps[0].speeds)
 
 
 def _computing(
@@ -285,14 +283,7 @@ def _computing(
     step = _nearest(host, wanted)
     if step.weights != wanted and {step.weights, wanted} != {"bfloat16", "float16"}:
         notes.append(f"{host.name} was measured with weights of {step.weights}, not of {wanted}.")
-    return replace(
-        machine,
-        bandwidth=step.gb_per_s * 1e9,
-        flops=step.tflops * 1e12,
-        layer_overhead=step.layer_us / 1e6,
-        gpu=host.gpu,
-        measured=True,
-    )
+    return replace(machine, layer_overhead=step.layer_us / 1e6, gpu=host.gpu, measured=True, **step.speeds)
 
 
 def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_server, filled
+from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_hostfile, add_server, filled
 
 
 def add_bench(parser: Parser) -> None:
@@ -138,12 +138,7 @@ def _add_comm(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=BACKENDS, help="of the collectives; by default the hosts file's, else ring. jaccl needs --hostfile."
     )
     parser.add_argument("--ranks", "-n", type=int, metavar="N", help="processes on this machine [2]")
-    parser.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        type=filled,
-        help="MLX's JSON hosts file: measure each two of its hosts, in place of ranks on this machine.",
-    )
+    add_hostfile(parser, ": measure each two of its hosts, in place of ranks on this machine.")
     add_as_for_serve(parser, "remote_python")
     parser.add_argument(
         "--fast-sync",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_settings, filled
+from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_hostfile, add_settings, filled
 from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.types import GOALS
 
@@ -71,9 +71,7 @@ def add_hosts(parser: Parser) -> None:
 
 def add_doctor(parser: Parser) -> None:
     """Add the options of `tandem doctor`."""
-    parser.add_argument(
-        "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file; without it this machine is looked at."
-    )
+    add_hostfile(parser, "; without it this machine is looked at.")
     parser.add_argument(
         "--ray",
         nargs="?",
@@ -106,14 +104,12 @@ def add_doctor(parser: Parser) -> None:
 def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
     """Add the options of `tandem selftest`, which writes `report` unless another file is named."""
     machines, output = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
-    machines.add_argument(
-        "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those machines together."
-    )
+    add_hostfile(machines, ": also try those machines together.")
     cluster = (
-        "MLX's JSON hosts file: try those machines alone, with prompts of 2,048 and 30,000 tokens, beside `tandem plan`'s "
+        ": try those machines alone, with prompts of 2,048 and 30,000 tokens, beside `tandem plan`'s "
         "prediction; on Macs last with MLX's fast fences, which may lock a GPU up until a restart."
     )
-    machines.add_argument("--cluster", metavar="FILE", type=filled, help=cluster)
+    add_hostfile(machines, cluster, "--cluster")
     parser.add_argument("--quick", action="store_true", help="with --cluster: short prompts.")
     parser.add_argument(
         "--model",
@@ -232,12 +228,7 @@ def _add_planned_machines(parser: argparse.ArgumentParser) -> None:
         "are given; fence=17 (us that a collective waits for a Mac's GPU; else as --fast-sync says). By default this "
         "machine.",
     )
-    group.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        type=filled,
-        help='MLX\'s JSON hosts file; each host may have "memory", "chip", "gpu", "bandwidth", "tflops" and "fence".',
-    )
+    add_hostfile(group, '; each host may have "memory", "chip", "gpu", "bandwidth", "tflops" and "fence".')
     group.add_argument(
         "--link",
         action="append",

@@ -6,7 +6,7 @@ import argparse
 from typing import get_args
 
 from tandem.checkpoints.quantize import FORMATS
-from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings, filled
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_hostfile, add_server, add_settings
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
@@ -205,9 +205,7 @@ def add_logs(logs: Parser) -> None:
 def add_support(support: Parser) -> None:
     """Add the options of `tandem support`."""
     support.add_argument("-n", "--lines", type=_count, default=2000, metavar="N", help="of each log, its last [2000]")
-    support.add_argument(
-        "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: the doctor looks at its machines."
-    )
+    add_hostfile(support, ": the doctor looks at its machines.")
     support.add_argument("--output", metavar="FILE", help="to write; by default tandem-support-DATE.txt here.")
     _add_name(support, "of a server that `tandem up` started; by default all of them.")
 
