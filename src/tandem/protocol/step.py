@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from tandem.protocol.kv_blocks import StoreOp
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
@@ -249,5 +249,4 @@ class GrammarReady(Struct, frozen=True, tag=True):
 
 def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
     """Return 16 hex digits: the hash of a micro-batch's ordered (request id, KV length) pairs."""
-    text = "".join(f"{request_id}:{length};" for request_id, length in lengths)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(msgpack.encode(list(lengths)), digest_size=8).hexdigest()
