@@ -32,6 +32,7 @@ def main() -> None:
             began = harness.now()
             with harness.tandem_server(model, args.threads, "first burst", **settings) as server:
                 started = harness.now() - began
+                print(*(line for line in server.log().splitlines() if "Warm-up:" in line), sep="\n", flush=True)
                 last = []
                 for _ in range(3):
                     jobs = [load.BenchRequest(prompts.make(args.tokens), 16) for _ in range(args.clients)]

@@ -177,8 +177,7 @@ class Scheduler:
         for sequence in [one for one in micro_batch.decoding() if one.complete]:
             micro_batch.drop(sequence)
         self.batches.make_room()
-        if not self.batches.pressed:
-            self._make_way(micro_batch)
+        self._make_way(micro_batch)
         decoding = micro_batch.decoding()
         decode = [] if pause else decoding
         spec = self._speculate(micro_batch, decode)
@@ -209,6 +208,7 @@ class Scheduler:
             pause=pause and bool(decoding),
             digest=self.limits.digests,
             tidy=self.batches.pressed,
+            pads=self.limits.pads(prefill),
             kv_shapes=self.batches.shapes(micro_batch, prefill),
         )
         self._commit(micro_batch, plan, decode, prefill)
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _make_way(self, micro_batch: MicroBatch) -> None:
         """Preempt a sequence of the most served group if the next group has had no place for `BLOCKED_PLANS`."""
-        if not self._queue or (sequence := self._first()).quarantine_record.suspect:
+        if self.batches.pressed or not self._queue or (sequence := self._first()).quarantine_record.suspect:
             return
         running = Counter(one.request.group for one in self.batches.members())
         if running[sequence.request.group] or self.batches.fits(micro_batch, sequence):
