@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,25 +20,29 @@ def main() -> None:
     """Command line."""
     parser = harness.arguments(__doc__, rounds=2)
     parser.add_argument("--clients", type=int, default=8, help="prompts of a burst")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each on average, half to twice as many")
     parser.add_argument("--loads", type=int, nargs="*", default=[], help="then 64 clients with prompts of so many tokens")
     parser.add_argument("--long", type=int, default=0, help="then one prompt of so many tokens beside four streams")
     parser.add_argument("--settings", nargs="*", default=[], help="settings of the server, NAME=VALUE")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
     prompts, rows, more = load.PromptSource(model), list[list[object]](), list[list[object]]()
+    rng = random.Random(1)
     settings: dict[str, Any] = dict(one.split("=", 1) for one in args.settings)
     with harness.heading(f"Bursts of {args.clients} prompts of {args.tokens} tokens, from the start on"):
-        for number in range(args.rounds):
+        for number in range(args.rounds + 1):  # the first is the client's own warm-up
             began = harness.now()
             with harness.tandem_server(model, args.threads, "first burst", **settings) as server:
                 started = harness.now() - began
                 print(*(line for line in server.log().splitlines() if "Warm-up:" in line), sep="\n", flush=True)
                 last = []
                 for _ in range(3):
-                    jobs = [load.BenchRequest(prompts.make(args.tokens), 16) for _ in range(args.clients)]
+                    sizes = [rng.randint(args.tokens // 2, 2 * args.tokens) for _ in range(args.clients)]
+                    jobs = [load.BenchRequest(prompts.make(size), 16) for size in sizes]
                     last.append(max(answer.ttft for answer in load.closed_loop(server, jobs, args.clients)))
-                rows.append([number + 1, started, *(1e3 * one for one in last), last[0] / last[2]])
+                if not number:
+                    continue
+                rows.append([number, started, *(1e3 * one for one in last), last[0] / last[2]])
                 more += [[f"64 clients, {size} + 128", _rate(server, prompts, size), "tok/s"] for size in args.loads]
                 if args.long:
                     more.append([f"gap of streams beside a prompt of {args.long}, p99", *_gap(server, prompts, args.long)])
