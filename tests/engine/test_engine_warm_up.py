@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tandem.engine.warm_up import chosen_chunk
 from tandem.executors.executor import Executor, Progress, Report
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import GrammarReady, StepPlan
+from tandem.runner.runner import Runner
+from tandem.scheduler.limits import Limits
 from tandem.testing import tiny_model
 
 
@@ -133,4 +136,35 @@ def test_answers_are_the_same_after_a_warm_up(model: Path) -> None:
             assert b"tandem_generation_tokens_total 8.0" in llm.engine.metrics.text()
             status = llm.engine.status()
             assert (status.kv_tokens_used, status.prefix_queries, status.running) == (0, 1, 0)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("family", "kv_dtype"), [("llama", "8bit"), ("gpt_oss", "auto"), ("qwen3_next", "auto")])
+def test_prompts_padded_to_few_shapes_have_the_same_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kv_dtype: str
+) -> None:
+    model, rng, answers, shapes = (
+        tiny_model(tmp_path, family, dtype="float32", config={"head_dim": 32, "sliding_window": 100}),
+        random.Random(3),
+        [],
+        [],
+    )
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in (5, 21, 22, 23, 40, 70, 71)]
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, prompt_logprobs=1)
+    real = Runner._forward
+
+    def forward(self: Runner, pending: Any, rows: tuple[int, int], *rest: Any) -> Any:
+        shapes.append(rows)
+        return real(self, pending, rows, *rest)
+
+    for pads in (False, True):
+        monkeypatch.setattr(Limits, "pads", lambda *_, pads=pads: pads)
+        monkeypatch.setattr(Runner, "_forward", forward)
+        with LLM(str(model), prefill_chunk=64, kv_dtype=kv_dtype, warm_up_seconds=0, log_level="WARNING") as llm:
+            shapes.clear()
+            found = llm.generate(prompts, params) + llm.generate([one[:64] + [7, 8] for one in prompts[5:]], params)
+            answers.append([one.token_ids for one in found])
+            if pads and family != "qwen3_next":
+                assert {width for _, width in shapes if width > 1} <= {16, 32, 48, 64}
+                assert {rows for rows, width in shapes if width > 1} <= {1, 2, 4}
     assert answers[0] == answers[1]

@@ -226,7 +226,7 @@ class SchedulerSettings:
     refuse to serve if anything disagrees; then compare each step of the ranks. Layouts of one rank skip it."""
     warm_up_seconds: NotNegative | None = None
     """Most seconds for the warm-up before the server says that it is ready: batches of 1, 2, 4 ... sequences, a chunk of a
-    prompt, sampling and grammars run once on every rank, and the prefill chunk is measured. By default 20 on a GPU, which
+    prompt, sampling and grammars run once on every rank, and the prefill chunk is measured. By default 40 on a GPU, which
     compiles what it meets first, and 0 on a CPU, which does not; 0: no warm-up."""
     max_restarts: Annotated[int, Within(0)] = 5
     """Rank group restarts in a row, without a request served in between, before the engine gives up. Also most times that

@@ -84,6 +84,7 @@ def make_limits(
         vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation, layout.description, ranks),
         digests=chosen.self_check and len(ranks) > 1,
+        pads_prompts=all(ready.gpu and not ready.metal for ready in ranks),  # CUDA plans attention and products for each shape
     )
 
 

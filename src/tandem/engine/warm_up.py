@@ -22,11 +22,12 @@ from tandem.executors.executor import Executor
 from tandem.models.footprint import rank_activations
 from tandem.protocol.control import Ready
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
+from tandem.protocol.step import padded_width
 from tandem.scheduler.limits import Limits
 
 log = logging.getLogger(__name__)
 
-GPU_SECONDS, CPU_SECONDS = 20.0, 0.0
+GPU_SECONDS, CPU_SECONDS = 40.0, 0.0
 """Default time limits. A CPU compiles nothing: its first burst is as fast as later ones."""
 AGAIN_S = 1.0
 """Maximum seconds of a warm-up after ranks are replaced, as requests wait."""
@@ -129,8 +130,17 @@ def _runs(layout: RankGroupLayout, limits: Limits, sizes: Sequence[int]) -> Iter
         new = min(NEW_TOKENS + rows * PROMPT // chunk, longest - PROMPT)
         for variants in ([GREEDY], SAMPLED)[: 1 if pooling else 2]:
             yield f"{rows} rows", chunk, requests(rows * limits.micro_batches, PROMPT, new, variants)
+    for rows, width in _shapes(limits) if limits.pads_prompts else ():
+        yield "prompts of all widths", chunk, requests(rows * limits.micro_batches, min(width, longest - 1), 1, [GREEDY])
     for size in (*sizes, *sizes):  # the first time of a shape compiles
         if len(sizes) > 1 and 2 * size < longest:
             yield f"chunks of {size} tokens", size, requests(1, 2 * size, 1, [GREEDY])
     if not pooling and (layout.files.path / "tokenizer.json").exists():
         yield "grammars", chunk, requests(1, PROMPT, NEW_TOKENS, [GRAMMAR])
+
+
+def _shapes(limits: Limits) -> Iterator[tuple[int, int]]:
+    """Yield the (rows, positions) of padded prompt passes, those of single prompts first."""
+    widths = sorted({padded_width(count) for count in range(1, limits.prefill_chunk + 1)})
+    for rows in (1, 2, 4, 8):
+        yield from ((rows, width) for width in widths if rows <= limits.rows and rows * width <= limits.prefill_chunk)

@@ -77,7 +77,7 @@ class Timing(Struct, frozen=True, array_like=True):
     """Seconds from there to the token, or to the end of a prompt without one."""
 
 
-class Output(Struct, frozen=True, tag=True):
+class Output(Struct, frozen=True, tag=True, gc=False):
     """New tokens of a request. The last message has a `finish_reason`."""
 
     request_id: str

@@ -69,7 +69,7 @@ class QuarantineRecord(Struct):
 
     def passed(self, computed: int) -> bool:
         """Clear the record if `computed` is past the last crash; return True if the request was a suspect."""
-        if computed <= self.end:
+        if not 0 <= self.end < computed:
             return False
         suspect = self.suspect
         self.clear()

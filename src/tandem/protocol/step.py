@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from tandem.protocol.kv_blocks import StoreOp
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
@@ -155,6 +155,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """True to free cached MLX buffers first, as a device's memory is nearly full."""
     keeps: list[StoreOp] = []
     """Disk blocks of running sequences to write to disk after the step; `key` is the request id."""
+    pads: bool = False
+    """True to compute prompt chunks in passes of few shapes (`padded_width`), as a new shape costs a GPU more than padding."""
     kv_shapes: list[KVShape] = []
     """Capacity of each micro-batch's KV buffer after the step. Empty: ranks choose it, without a limit."""
 
@@ -193,6 +195,12 @@ def by_id(ids: Iterable[str], tokens: Iterable[int]) -> dict[str, list[int]]:
     for request_id, token in zip(ids, tokens, strict=True):
         found.setdefault(request_id, []).append(token)
     return found
+
+
+def padded_width(count: int) -> int:
+    """Return `count` positions rounded up to one of at most four widths between powers of two, 16 apart at least."""
+    step = 1 << max(count.bit_length() - 3, 4)
+    return -(-count // step) * step
 
 
 def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
@@ -249,5 +257,4 @@ class GrammarReady(Struct, frozen=True, tag=True):
 
 def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
     """Return 16 hex digits: the hash of a micro-batch's ordered (request id, KV length) pairs."""
-    text = "".join(f"{request_id}:{length};" for request_id, length in lengths)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(msgpack.encode(list(lengths)), digest_size=8).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from tandem.loading.prefix import cut_state, members
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import StageModel
-from tandem.protocol.step import PrefillOp
+from tandem.protocol.step import PrefillOp, padded_width
 
 PADDING = 1.25
 """Maximum ratio of padded to actual positions in a shared forward pass."""
@@ -45,9 +45,16 @@ class PromptRows:
         window = min((one.max_size for one in kinds if type(one) is RotatingKVCache), default=sys.maxsize)
         return cls(pooled=True, positions=window, padded=all(type(one) in _BY_POSITION for one in kinds))
 
-    def passes(self, prefill: Sequence[PrefillOp], adapters: Mapping[str, int]) -> list[list[PrefillOp]]:
+    def width(self, ops: Sequence[PrefillOp], *, pads: bool) -> int:
+        """Return the positions of a pass over `ops`: the longest chunk, padded to `padded_width` with `pads` if that can be cut
+        off again."""
+        longest = max(op.count for op in ops)
+        wider = padded_width(longest) if pads and self.padded else longest
+        return wider if ops[0].start + wider <= self.positions else longest
+
+    def passes(self, prefill: Sequence[PrefillOp], adapters: Mapping[str, int], *, pads: bool = False) -> list[list[PrefillOp]]:
         """Divide a step's chunks into forward passes. Chunks share one if they begin at the same position, use the same of
-        `adapters` by request id, and are of similar length."""
+        `adapters` by request id, and are of similar length. `pads`: the rows of each are a power of two."""
 
         def kind(op: PrefillOp) -> tuple[Any, ...]:
             return only_pooled(op), op.pooling or "", op.start, adapters[op.request_id]
@@ -62,6 +69,8 @@ class PromptRows:
             else:
                 divided.append([op])
                 positions = op.count
+        if pads:
+            divided = [part for row in divided for part in _in_powers(row)]
         return [[op] for op in prefill if not self._shares(op)] + divided
 
     def _shares(self, op: PrefillOp) -> bool:
@@ -72,6 +81,14 @@ class PromptRows:
         rows = len(row) + 1
         padded = op.count == row[0].count or self.padded or only_pooled(op)
         return padded and rows * op.count <= PADDING * positions and (not op.start or rows * (op.start + op.count) <= COPIED)
+
+
+def _in_powers(row: Sequence[PrefillOp]) -> Iterator[list[PrefillOp]]:
+    """Divide a row of chunks into rows of 1, 2, 4 and so on chunks, the longest row first."""
+    while row:
+        most = 1 << (len(row).bit_length() - 1)
+        yield list(row[:most])
+        row = row[most:]
 
 
 def only_pooled(op: PrefillOp) -> bool:

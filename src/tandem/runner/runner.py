@@ -166,7 +166,7 @@ class Runner:
         if plan.decode:
             self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
-        for ops in self._passes(plan.prefill, micro_batch):
+        for ops in self._passes(plan, micro_batch):
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
@@ -260,17 +260,16 @@ class Runner:
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count)
 
-    def _passes(self, prefill: list[PrefillOp], micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
+    def _passes(self, plan: StepPlan, micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
         """Divide a step's chunks into forward passes, equal on all ranks."""
-        if len(prefill) < 2:
-            return [[op] for op in prefill]
-        return self._prompt_rows.passes(
-            prefill, {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in prefill}
-        )
+        if len(plan.prefill) < 2:
+            return [[op] for op in plan.prefill]
+        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
+        return self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads)
 
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
-        chunks, width = [micro_batch.chunk(op) for op in ops], max(op.count for op in ops)
+        chunks, width = [micro_batch.chunk(op) for op in ops], self._prompt_rows.width(ops, pads=pending.plan.pads)
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk, _ in chunks], dtype=mx.int32)
@@ -280,7 +279,11 @@ class Runner:
         self._choose_adapters(micro_batch, [op.request_id for op in ops])
         hidden = self._forward(pending, (len(ops), width), tokens, caches)
         kept = [caches]
-        if others:
+        if not others and width > ops[0].count:
+            whole: Sequence[Any] = caches
+            for cache in whole:
+                cache.trim(width - ops[0].count)
+        elif others:
             pooled = only_pooled(ops[0])
             kept = [] if pooled else [[row_of(one, row, op.start + op.count) for one in caches] for row, op in enumerate(ops)]
         for op, own in zip(ops, kept, strict=False):
@@ -290,7 +293,7 @@ class Runner:
         ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
         if ends:
             rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
-            last = hidden[rows, places][:, None] if others else hidden[:, -1:]
+            last = hidden[rows, places][:, None] if others or width > ops[0].count else hidden[:, -1:]
             self._sample(pending, last, [op.request_id for _, op in ends])
         # A chunk without sampling is computed for its KV alone.
         dispatch([cache.state for own in kept for cache in own])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
-from tandem.kv.budget import batch_positions, growth_step, kv_shape
+from tandem.kv.budget import growth_step, kv_shape, rounded
 from tandem.kv.index import PrefixIndex
 from tandem.protocol.step import KVShape, PrefillOp
 from tandem.scheduler.limits import Limits
-from tandem.scheduler.micro_batch import MicroBatch, choose_micro_batch
+from tandem.scheduler.micro_batch import MicroBatch, choose_micro_batch, longest_row
 from tandem.scheduler.sequence import Sequence
 
 HEADROOM = 64
@@ -117,15 +117,16 @@ class RunningBatches:
 
     def make_room(self) -> None:
         """Evict prefixes, then preempt the youngest sequences, until the next step fits into the KV cache."""
-        self.limit_prefixes()
-        while self._needed > self.limits.kv_tokens and self.relieve():
-            pass
+        needed = self.limit_prefixes()
+        while needed > self.limits.kv_tokens and self.relieve():
+            needed = self._needed
 
-    def limit_prefixes(self) -> None:
-        """Evict prefixes beyond the KV positions left by batches."""
-        free = self.limits.kv_tokens - self._needed
+    def limit_prefixes(self) -> int:
+        """Evict prefixes beyond the KV positions left by batches. Return the positions that the next steps need."""
+        free = self.limits.kv_tokens - (needed := self._needed)
         room = max(self.limits.kv_tokens - self.kv_positions, min(free, self.prefixes.spared))
         self.prefixes.limit(0 if self.pressed else room)
+        return needed
 
     def shapes(self, micro_batch: MicroBatch, prefill: Items[PrefillOp]) -> list[KVShape]:
         """Set and return the capacity of each micro-batch's KV buffer for `micro_batch`'s next plan, with these prompt
@@ -136,15 +137,16 @@ class RunningBatches:
         """
         limits, micro_batches, cached = self.limits, self.micro_batches, self.prefixes.positions
         joins = {op.request_id for op in prefill if op.last and op.samples}
-        rows = [one.rows(joins, self._drafts + (one is micro_batch)) for one in micro_batches]
-        longest = [max(lengths, default=0) for lengths in rows]
-        least = [batch_positions(lengths, micro_batch.step) for lengths in rows]
+        chunks = {op.request_id: op.count for op in prefill}
+        rows, prompts = zip(*(one.split(joins) for one in micro_batches), strict=True)
+        longest = [longest_row(rows[i], self._drafts + (one is micro_batch)) for i, one in enumerate(micro_batches)]
+        least = [len(rows[i]) * rounded(longest[i], one.step) for i, one in enumerate(micro_batches)]
+        computed = [sum(one.computed + chunks.get(one.request_id, 0) for one in parts) for parts in prompts]
         for i, one in enumerate(micro_batches):
             others = cached + sum(other.occupied(self._drafts) for other in micro_batches if other is not one)
-            room = limits.kv_tokens - others - one.prompt_positions(joins, prefill) - longest[i]
+            room = limits.kv_tokens - others - computed[i] - longest[i]
             one.shape = kv_shape(one.shape, len(rows[i]), longest[i], most=limits.rows, room=max(room, least[i]))
-        prompts = sum(one.prompt_positions(joins, prefill) for one in micro_batches)
         for i in sorted(range(len(micro_batches)), key=lambda i: least[i] - micro_batches[i].shape.size):
-            if cached + prompts + sum(one.shape.size for one in micro_batches) > limits.kv_tokens:
+            if cached + sum(computed) + sum(one.shape.size for one in micro_batches) > limits.kv_tokens:
                 micro_batches[i].shape = kv_shape(KVShape(), len(rows[i]), longest[i], room=least[i])
         return [one.shape for one in micro_batches]

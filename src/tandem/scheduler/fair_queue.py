@@ -55,9 +55,9 @@ class FairQueue:
         """Recompute the sum of live weights: a running sum would keep rounding errors."""
         self._weights = math.fsum(one.weight for one in self._groups.values() if one.live)
 
-    def charge(self, request: EngineRequest, tokens: int) -> None:
-        """Charge the group of a live request with planned tokens."""
-        group = self._groups[request.group]
+    def charge(self, name: str, tokens: int) -> None:
+        """Charge a group with live requests with planned tokens."""
+        group = self._groups[name]
         group.account += tokens / group.weight
         self._time += tokens / self._weights
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tandem.errors import OverloadedError, RequestError
 from tandem.kv.budget import most_rows
 from tandem.protocol.ranges import check_request
 from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import PrefillOp, padded_width
 from tandem.scheduler.sequence import Sequence
 from tandem.speculation.proposers import SpeculationLimits
 
@@ -51,6 +52,8 @@ class Limits:
     """Positions between the checkpoints of a long prompt; 0: only where it ends or forks."""
     speculation: SpeculationLimits | None = None
     """Limits of speculative decoding; None without it."""
+    pads_prompts: bool = False
+    """True if plans request prompt passes of few shapes (`StepPlan.pads`)."""
     digests: bool = False
     """True if plans request digests from every rank."""
 
@@ -58,6 +61,10 @@ class Limits:
     def rows(self) -> int:
         """Maximum rows of one micro-batch."""
         return most_rows(self.max_batch_size, self.micro_batches)
+
+    def pads(self, prefill: Iterable[PrefillOp]) -> bool:
+        """Return True if the passes of these prompt chunks are to be padded, and no position is beyond the context."""
+        return self.pads_prompts and all(op.start + padded_width(op.count) <= self.max_context for op in prefill)
 
 
 def check_admission(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from tandem.kv.budget import batch_positions
+from tandem.kv.budget import rounded
 from tandem.protocol.step import KVShape, PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 
@@ -71,12 +71,13 @@ class MicroBatch:
     def took(self, now: float | None) -> float | None:
         """Return the seconds since the previous result, for a result at `now`. None if the micro-batch did not decode in
         between."""
-        since, self.result_at = self.result_at, now if self.decoding() else None
+        decodes = any(sequence.decoding for sequence in self.members.values())
+        since, self.result_at = self.result_at, now if decodes else None
         return None if now is None or since is None else now - since
 
     def decoding(self) -> list[Sequence]:
         """Return the members whose prompt is computed, in joining order."""
-        return [sequence for sequence in self.members.values() if sequence.decoding]
+        return [sequence for sequence in self.members.values() if sequence.computed >= sequence.target]
 
     @property
     def prompts(self) -> bool:
@@ -86,26 +87,22 @@ class MicroBatch:
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
         """Return the KV positions needed after the next step, with up to `drafts` drafts per row and rows of `extra` lengths
         added."""
-        return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra], self.step)
+        members, more = self.members.values(), list(extra)
+        longest = max(longest_row(members, 1 + drafts), *more, 0)
+        return (len(members) + len(more)) * rounded(longest, self.step)
 
     def occupied(self, drafts: int) -> int:
         """Return the KV positions taken until its prompts have joined: the need, or its buffer plus prompts if more."""
-        prompts = sum(s.target for s in self.members.values() if not s.decoding)
+        prompts = sum([s.target for s in self.members.values() if s.computed < s.target])
         return max(self.positions(drafts=drafts), self.shape.size + prompts)
 
-    def rows(self, joins: Container[str], more: int) -> list[int]:
-        """Return the row lengths of its KV buffer, each `more` positions longer than computed. Members in `joins` count as
-        rows."""
-        return [
-            max(s.computed + more, s.target) for s in self.members.values() if s.samples and (s.decoding or s.request_id in joins)
-        ]
-
-    def prompt_positions(self, joins: Container[str], prefill: Iterable[PrefillOp]) -> int:
-        """Return the KV positions of members that are in no row nor in `joins`, after these chunks."""
-        prompts = {
-            s.request_id: s.computed for s in self.members.values() if not (s.samples and (s.decoding or s.request_id in joins))
-        }
-        return sum(prompts.values()) + sum(op.count for op in prefill if op.request_id in prompts)
+    def split(self, joins: Container[str]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the members that are rows of its KV buffer, those in `joins` too, and the other members."""
+        rows: list[Sequence] = []
+        others: list[Sequence] = []
+        for one in self.members.values():
+            (rows if one.samples and (one.computed >= one.target or one.request_id in joins) else others).append(one)
+        return rows, others
 
     def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
         """Return prompt chunks of up to `budget` tokens in all, the shortest remaining prompt first, overdue ones before.
@@ -138,6 +135,13 @@ class MicroBatch:
             )
             sequence.skipped = 0
         return chunks
+
+
+def longest_row(rows: Collection[Sequence], more: int) -> int:
+    """Return the longest of `rows`, each `more` positions longer than computed, with its whole prompt; 0 without rows."""
+    if not rows:
+        return 0
+    return max(max([one.computed for one in rows]) + more, max([one.target for one in rows]))
 
 
 def choose_micro_batch(

@@ -174,17 +174,15 @@ class Scheduler:
 
     def _plan(self, micro_batch: MicroBatch, *, pause: bool = False, chunks: bool = True) -> StepPlan | None:
         """Return the next plan of `micro_batch`; None without work. `pause`: without decoding; `chunks`: with prompts."""
-        for sequence in micro_batch.decoding():
-            if sequence.complete:
-                micro_batch.drop(sequence)
+        for sequence in [one for one in micro_batch.decoding() if one.complete]:
+            micro_batch.drop(sequence)
         self.batches.make_room()
-        if not self.batches.pressed:
-            self._make_way(micro_batch)
+        self._make_way(micro_batch)
         decoding = micro_batch.decoding()
         decode = [] if pause else decoding
         spec = self._speculate(micro_batch, decode)
         inserts, restores = self._admit(micro_batch)
-        fingerprint = batch_fingerprint((s.request_id, s.computed) for s in micro_batch.members.values())
+        fingerprint = batch_fingerprint([(s.request_id, s.computed) for s in micro_batch.members.values()])
         prefill = micro_batch.prefill(self._chunk() if chunks else 0, embeds=self.prompts.embeds(self.batches.members()))
         removes = [request_id for one in self.batches.micro_batches for request_id in one.removes]
         keeps = self.migrations.write(micro_batch)
@@ -210,6 +208,7 @@ class Scheduler:
             pause=pause and bool(decoding),
             digest=self.limits.digests,
             tidy=self.batches.pressed,
+            pads=self.limits.pads(prefill),
             kv_shapes=self.batches.shapes(micro_batch, prefill),
         )
         self._commit(micro_batch, plan, decode, prefill)
@@ -248,8 +247,9 @@ class Scheduler:
             micro_batch.members[op.request_id].read()
         for request_id in (*plan.sampled(), *plan.ended()):
             micro_batch.members[request_id].inflight += 1
+        for group, rows in Counter([sequence.request.group for sequence in decode]).items():
+            self.fair_queue.charge(group, rows)
         for sequence in decode:
-            self.fair_queue.charge(sequence.request, 1)
             if plan.spec_decode_plan is not None:
                 sequence.told = len(sequence.tokens)
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
@@ -277,7 +277,7 @@ class Scheduler:
                 restores.append(SavePrefixOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(micro_batch.index, hit.length if hit else 0))
             self.batches.limit_prefixes()
-            self.fair_queue.charge(sequence.request, sequence.target - sequence.computed)
+            self.fair_queue.charge(sequence.request.group, sequence.target - sequence.computed)
             keeps = self.prefixes.enabled and sequence.request.pooling is None  # embedding prompts are not repeated
             sequence.save_points = self._save_points(sequence) if keeps else []
         return inserts, restores
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _make_way(self, micro_batch: MicroBatch) -> None:
         """Preempt a sequence of the most served group if the next group has had no place for `BLOCKED_PLANS`."""
-        if not self._queue or (sequence := self._first()).quarantine_record.suspect:
+        if self.batches.pressed or not self._queue or (sequence := self._first()).quarantine_record.suspect:
             return
         running = Counter(one.request.group for one in self.batches.members())
         if running[sequence.request.group] or self.batches.fits(micro_batch, sequence):
@@ -341,29 +341,28 @@ class Scheduler:
         micro_batch = self.batches.micro_batches[plan.micro_batch]
         ahead = micro_batch.returned(plan)
         if not plan.decode:
-            self.disk.computed(
-                sum(op.count for op in plan.prefill), max((op.start + op.count for op in plan.prefill), default=0), busy_s
-            )
+            ends = [op.start + op.count for op in plan.prefill]
+            self.disk.computed(sum(op.count for op in plan.prefill), max(ends, default=0), busy_s)
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
                 prompted.got(op.start + op.count)
                 if op.request_id in result.prompt_logprobs:
                     prompted.score(op.start, result.prompt_logprobs[op.request_id])
         outputs = [message for request_id in plan.ended() if (message := self._take_end(request_id, result))]
-        sampled = by_id(plan.sampled(), result.tokens)
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
-        for request_id, tokens in sampled.items():
+        for request_id, tokens in by_id(plan.sampled(), result.tokens).items():
             sequence = self.sequences[request_id]
             sequence.inflight -= len(tokens)
             if not sequence.finished:
                 output = self.speculation.accept(sequence, rows[request_id], tokens) if request_id in rows else tokens
                 outputs.append(self._take(sequence, output, result))
-                sequence.hear(result)
+                if result.drafts:
+                    sequence.hear(result)
             elif not sequence.inflight:
                 del self.sequences[request_id]
         seconds = None if plan.pause else micro_batch.took(now)
-        beside = any(one.pause for one in self._under_way.values())
-        self.speculation.took(plan, None if beside else seconds, ahead=ahead)
+        paused = any(one.pause for one in self._under_way.values())
+        self.speculation.took(plan, None if paused else seconds, ahead=ahead)
         self.prompts.took(plan, now, seconds, busy_s, self._under_way.values(), staged=self.limits.stages > 1)
         return outputs
 
@@ -377,23 +376,24 @@ class Scheduler:
         reason, taken = None, 0
         while reason is None and taken < len(tokens):
             sequence.tokens.append(tokens[taken])
-            reason = sequence.end_reason(self.limits.eos_token_ids)
+            reason = sequence.end_reason(self.batches.limits.eos_token_ids)
             taken += 1
         sequence.got(len(sequence.tokens))
-        self.fair_queue.charge(sequence.request, taken - 1)
+        if taken > 1:
+            self.fair_queue.charge(sequence.request.group, taken - 1)
         if sequence.micro_batch is not None and sequence.decoding:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
-        sequence.read()
+        if sequence.proposer is not None:
+            sequence.read()
         if reason:
             self._finish(sequence)
         elif sequence.yields and sequence.micro_batch is not None and any(self._suspects()):
             self.batches.micro_batches[sequence.micro_batch].drop(sequence)  # the next suspect's turn to run alone
             self.waiting.appendleft(sequence)
-        logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(
             sequence.request_id,
             tokens[:taken],
-            logprobs,
+            result.logprobs[sequence.request_id][:taken] if result.logprobs.get(sequence.request_id) else [],
             reason,
             reason == "stop",
             sequence.cached if first else 0,

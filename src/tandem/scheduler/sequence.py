@@ -16,7 +16,7 @@ from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResu
 from tandem.speculation.proposers import Proposer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """State of a request, sufficient to replay it on a new rank group."""
 
@@ -24,6 +24,9 @@ class Sequence:
     seed: int
     number: int = 0
     """Arrival number: the youngest sequence has the highest."""
+    request_id: str = field(init=False)
+    prompt_len: int = field(init=False)
+    """Number of prompt tokens."""
     tokens: list[int] = field(default_factory=list)
     """Prompt tokens, then output tokens."""
     micro_batch: int | None = None
@@ -75,6 +78,7 @@ class Sequence:
     """Log probabilities of prompt tokens received so far."""
 
     def __post_init__(self) -> None:
+        self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
         self.tokens = [*self.request.prompt, *self.request.produced]
         if self.request.quarantine_record is not None:
             self.quarantine_record = replace(self.request.quarantine_record)
@@ -83,11 +87,6 @@ class Sequence:
     def salt(self) -> bytes:
         """Start of its block hashes: KV of another adapter is not the same."""
         return self.adapter.digest.encode() if self.adapter is not None else b""
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self.request.request_id
 
     @property
     def whole(self) -> bool:
@@ -105,11 +104,6 @@ class Sequence:
         return self.noted or self.request.quarantine_record is None
 
     @property
-    def prompt_len(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.request.prompt)
-
-    @property
     def produced(self) -> int:
         """Number of output tokens."""
         return len(self.tokens) - self.prompt_len
@@ -118,9 +112,10 @@ class Sequence:
         """Return the finish reason after the last token; None while the sequence continues."""
         token, params = self.tokens[-1], self.request.params
         stops = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
-        if stops and self.produced > params.min_tokens:
+        produced = len(self.tokens) - self.prompt_len
+        if stops and produced > params.min_tokens:
             return "stop"
-        return "length" if self.produced >= params.max_tokens else None
+        return "length" if produced >= params.max_tokens else None
 
     @property
     def samples(self) -> bool:
@@ -135,7 +130,7 @@ class Sequence:
     @property
     def complete(self) -> bool:
         """True if the tokens in flight reach `max_tokens`, so no further step is needed."""
-        return self.produced + self.inflight >= self.request.params.max_tokens
+        return len(self.tokens) - self.prompt_len + self.inflight >= self.request.params.max_tokens
 
     def got(self, positions: int) -> None:
         """Record the positions that ranks have certainly computed."""
