@@ -77,7 +77,7 @@ def gather(request: GatherFacts) -> Facts:
         outputs=outputs,
         variables={name: value for name, value in variables().items() if name.startswith("MLX_")},
         busy_ports=[port for port in request.ports if _is_busy(port)],
-        model=look_at(request.model, full_hash=request.full_hash) if request.model else None,
+        model=look_at(request.model, full_hash=request.full_hash, home=request.home) if request.model else None,
         mlx_tag=_mlx_tag(),
     )
 

@@ -23,6 +23,8 @@ class GatherFacts(Struct, frozen=True, tag=True):
     """True to hash whole weight files instead of samples."""
     ports: list[int] = []
     """Ports to test for being free."""
+    home: str = ""
+    """Home directory of the user who named the model."""
 
 
 class TellTime(Struct, frozen=True, tag=True):
