@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tandem.launchers.agent.link import PREFIX, PairingLink
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
+from tandem.printable import printable
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
 from tandem.system.privacy import LOCAL_NETWORK, refusal
@@ -208,6 +210,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _find(seconds: float, *, as_json: bool) -> int:
     agents, paired = find(seconds), Trust("head").peers()
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        answering = list(pool.map(_answering, agents))
+    for agent, address in zip(list(agents), answering, strict=True):
+        if not address:
+            agents.remove(agent)
+            name = printable(agent.name)
+            print(f"{name} is announced, but does not answer: it is off or cut off, or has a firewall", file=sys.stderr)
     _follow(agents, paired)
     texts = ("chip", "system", "links", "version")
     rows = [
@@ -281,5 +290,12 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
 
 def reachable(agent: Found) -> str:
     """Return the agent's first address that accepts a connection, else its first address."""
-    answering = (address for address in agent.addresses if refusal(address, agent.port, 1.0) is None)
-    return next(answering, agent.addresses[0])
+    return _answering(agent) or agent.addresses[0]
+
+
+def _answering(agent: Found) -> str:
+    """Return the agent's first address that accepts a connection; empty if none does.
+
+    The pairing port is tried, whose callers need no key.
+    """
+    return next((address for address in agent.addresses if refusal(address, agent.port + 1, 1.0) is None), "")

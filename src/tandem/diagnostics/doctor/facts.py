@@ -18,6 +18,7 @@ from tandem.errors import UsageError
 from tandem.launchers.host_facts import chip, installed
 from tandem.launchers.process_groups import visible_gpus
 from tandem.processes.device import this_device
+from tandem.system.origin import sources_digest
 from tandem.system.ports import is_shadowed
 from tandem.system.tools import output_of
 
@@ -67,7 +68,9 @@ def gather(request: GatherFacts) -> Facts:
         hostname=hostname,
         hostname_addresses=_resolve(hostname),
         system=system,
-        executable=os.path.realpath(sys.executable),
+        executable=sys.executable,
+        program=os.path.realpath(sys.executable),
+        sources=sources_digest(),
         root=os.geteuid() == 0,
         chip=chip() or platform.machine(),
         memory_bytes=memory,
