@@ -25,7 +25,7 @@ from tandem.env import child_environment, variable
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent_server import PORT
 from tandem.launchers.agent.discovery import Found, find
-from tandem.launchers.agent.link import PREFIX, PairingLink
+from tandem.launchers.agent.link import PREFIX, PairingLink, agent_name
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
@@ -54,14 +54,18 @@ That tool uses ssh for this machine too, which on a Mac would need Remote Login 
 
 
 def write(arguments: argparse.Namespace) -> int:
-    """Write the hosts file from the machines' facts. Raises UsageError."""
-    hosts = list(arguments.hosts) or [PREFIX + name for name in Trust("head").peers()]
+    """Write the hosts file from the machines' facts; first pair with agents that are not paired. Raises UsageError."""
+    paired = Trust("head").peers()
+    hosts = list(arguments.hosts) or [PREFIX + name for name in paired]
     if not hosts:
         raise UsageError(
             "no hosts are named, and no agent is paired; name ssh destinations, or `tandem hosts pair` first", param="hosts"
         )
     if len(set(hosts)) < len(hosts):
         raise ConfigError(f"a host is named twice: {', '.join(hosts)}; add entries for further ranks by hand", param="hosts")
+    for agent in filter(None, map(agent_name, hosts)):
+        if agent not in paired:
+            print(f"paired with {pair_with(*_locate(agent, _FIND_S), None)}", file=sys.stderr)
     facts = _gather(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
@@ -186,7 +190,7 @@ def _asked_for(name: str) -> str:
 
 
 _GIB = 2**30
-_MOST_S = 60.0
+_FIND_S, _MOST_S = 3.0, 60.0
 
 
 def run(arguments: argparse.Namespace) -> int:
