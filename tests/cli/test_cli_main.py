@@ -273,7 +273,7 @@ def test_answers_get_less_time_to_finish_on_a_terminal(monkeypatch):
 
 
 def test_a_machine_that_is_announced_and_does_not_answer_is_not_listed(monkeypatch, capsys):
-    found = [Found(name, (f"10.0.0.{number}",), 7000, {}) for number, name in enumerate(("mac-a", "mac-b"))]
+    found = [Found(name, (f"10.0.0.{number}",), 7000, {"pair_port": "7001"}) for number, name in enumerate(("mac-a", "mac-b"))]
     monkeypatch.setattr("tandem.cli.hosts.command.find", lambda seconds: found)
 
     def refusal(address, port, seconds):

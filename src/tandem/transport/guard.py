@@ -99,7 +99,7 @@ class Guard:
         elif self._strangers.pop(number, None) and self._keyless_s is None:
             seldom.log(
                 logging.WARNING,
-                "a connection without this cluster's keys was refused at the %s %s; nothing else is affected",
+                "refused a peer at the %s %s: it does not hold this cluster's keys; nothing else is affected",
                 self._name,
                 self._endpoint,
                 kind=self._endpoint,

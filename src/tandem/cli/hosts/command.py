@@ -302,4 +302,5 @@ def _answering(agent: Found) -> str:
 
     The pairing port is tried, whose callers need no key.
     """
-    return next((address for address in agent.addresses if refusal(address, agent.port + 1, 1.0) is None), "")
+    port = min(_number(agent.facts.get("pair_port", "")) or agent.port + 1, 65535)
+    return next((address for address in agent.addresses if refusal(address, port, 1.0) is None), "")
