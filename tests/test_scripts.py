@@ -17,7 +17,9 @@ from script_files import script
 ROOT = Path(__file__).parents[1]
 
 
-def test_an_environment_is_brought_back_for_another_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_brought_back_for_another_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     environments = script("environments")
     monkeypatch.setattr(environments, "CACHE", tmp_path / "cache")
     first, second = tmp_path / "one" / ".venv", tmp_path / "two" / ".venv"
@@ -32,7 +34,8 @@ def test_an_environment_is_brought_back_for_another_checkout(tmp_path: Path, mon
     (first / "bin" / "tandem").chmod(0o755)
     (first / ".tandem-stamp").write_text("an old stamp")
 
-    assert not environments.restore(second, "abc")
+    monkeypatch.setattr(sys, "argv", ["environments", "restore", str(second), "abc"])
+    assert environments.main() == 1 and "takes some minutes" in capsys.readouterr().err
     environments.keep(first, "abc")
     assert environments.restore(second, "abc")
     assert (second / packages / "mlx_tandem.pth").read_text() == f"{second.parent}/src\n"

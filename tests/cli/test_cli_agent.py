@@ -165,7 +165,7 @@ def test_an_agent_trusts_nobody_else(paired, tmp_path):
     code = paired.start("h1")
     said = json.loads(machines.run("h0", doctor, check=False).stdout)
     [found] = [one for one in said["findings"] if one["check"] == "ssh" and one["verdict"] == "fail"]
-    assert found["detail"] == "its agent does not answer"
+    assert found["detail"] == "its agent does not answer" and found["remedy"].startswith("on h1: tandem agent ")
     paired.hosts("pair", machines["h1"].address, "--code", code or "")
     assert json.loads(machines.run("h0", doctor, check=False).stdout)["ok"]
 

@@ -327,6 +327,17 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
     assert "rank 0 (a-mac):" not in said
 
 
+def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys):
+    monkeypatch.setattr("tandem.cli.status.known_names", lambda: [])
+    assert main(["status"]) == 1
+    assert "no server runs in the background, nor at port 8000" in capsys.readouterr().out
+    monkeypatch.setattr("tandem.cli.status.ask", lambda *_: ReplicaList([ReplicaInfo(0, "ipc://x", "running", 2, 0)]))
+    probe = SimpleNamespace(ask=lambda seconds: STATUS, close=lambda: None)
+    monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
+    main(["status", "--interval", "0"])
+    assert "port 8000" in capsys.readouterr().out
+
+
 def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime, socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setenv("TANDEM_RUNTIME_DIR", runtime)

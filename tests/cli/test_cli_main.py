@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from tandem.cli.processes import prepared
 from tandem.cli.serve import Supervisor
 from tandem.config.settings import Settings
 from tandem.launchers.agent import discovery
+from tandem.launchers.agent.discovery import Found
 from tandem.protocol.events import History
 from tandem.testing import tiny_model
 from tandem.version import __version__
@@ -105,6 +107,7 @@ def test_a_server_that_is_ready_stays_when_nobody_reads_what_it_prints(monkeypat
 
 def test_what_a_neighbour_announces_commands_no_terminal(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(command, "refusal", lambda *_: None)
     evil = "M9\x1b[2J\x1b]0;owned\x07\x9b"
     info = ServiceInfo(
         discovery.SERVICE, f"h1.{discovery.SERVICE}", port=1, properties={"chip": evil.encode()}, addresses=[bytes(4)]
@@ -267,3 +270,18 @@ def test_answers_get_less_time_to_finish_on_a_terminal(monkeypatch):
     for words, seconds in (((), 5.0), (("--drain-timeout", "20"), 20.0)):
         settings = prepared(build_parser().parse_args(["serve", "demo", *words]), quiet=True)
         assert (settings.process.drain_timeout, settings.process.log_level) == (seconds, "WARNING")
+
+
+def test_a_machine_that_is_announced_and_does_not_answer_is_not_listed(monkeypatch, capsys):
+    found = [Found(name, (f"10.0.0.{number}",), 7000, {"pair_port": "7001"}) for number, name in enumerate(("mac-a", "mac-b"))]
+    monkeypatch.setattr("tandem.cli.hosts.command.find", lambda seconds: found)
+
+    def refusal(address, port, seconds):
+        """Of the pairing port: at the other a connection without a key would be logged."""
+        return None if (address, port) == ("10.0.0.0", 7001) else OSError("off")
+
+    monkeypatch.setattr("tandem.cli.hosts.command.refusal", refusal)
+    assert main(["hosts", "find", "--json"]) == 0
+    said = capsys.readouterr()
+    assert [one["name"] for one in json.loads(said.out)] == ["mac-a"]
+    assert said.err == "mac-b is announced, but does not answer: it is off or cut off, or has a firewall\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import pytest
 
 import engines
 from tandem import LLM, SamplingParams
+from tandem.checkpoints import demo
 from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.stored import demo_path
+from tandem.cli.serve import checked
 from tandem.config.settings import Settings
+from tandem.diagnostics.doctor.model_files import look_at
 from tandem.engine.build_layout import plan_layout
 from tandem.errors import ModelError, OutOfMemory, RankFailure
 from tandem.executors import assembly
@@ -45,7 +50,9 @@ class Elsewhere(LocalLauncher):
 
 
 def settings_of(model: Path, **parallel: object) -> Settings:
-    return engines.settings_of(model, weights_from="head", executor="cluster", prefill_chunk=4, kv_tokens=256, **parallel)
+    return engines.settings_of(
+        model, **{"weights_from": "head", "executor": "cluster", "prefill_chunk": 4, "kv_tokens": 256, **parallel}
+    )
 
 
 def generate(settings: Settings, caches: Path, seen: list[tuple[int, int, int, str]]) -> list[int]:
@@ -117,6 +124,33 @@ def test_only_the_models_own_files_are_served(tmp_path: Path) -> None:
         }
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("place", ["models/m", ".cache/tandem/demo/SmolLM2-135M-Instruct"])
+def test_a_path_below_the_heads_home_is_found_below_the_ranks_own(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TANDEM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "head"))
+    (spec,) = plan_layout(settings_of(tiny_model(tmp_path / "head" / place), weights_from="local")).ranks
+    monkeypatch.setenv("HOME", str(tmp_path / "rank"))
+    (tmp_path / "head").rename(tmp_path / "rank")
+    assert obtain_files(spec, None, lambda done, total: None).path == tmp_path / "rank" / place
+    found = look_at(spec.model_path, home=spec.home)
+    assert (found.path, found.problem) == (str(tmp_path / "rank" / place), None)
+    assert look_at("/nowhere", home=spec.home).problem == "/nowhere is not on this machine"
+
+
+def test_a_rank_without_the_demo_model_downloads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    (spec,) = plan_layout(settings_of(tiny_model(demo_path()), weights_from="local")).ranks
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "other"))
+    shutil.rmtree(tmp_path / "demo")
+    monkeypatch.setattr(demo, "_download", lambda directory, progress: pytest.fail(f"downloads into {directory}"))
+    for needs in (lambda: obtain_files(spec, None, lambda done, total: None), lambda: checked(settings_of(Path("demo")))):
+        with pytest.raises(pytest.fail.Exception, match="downloads into"):
+            needs()
 
 
 def test_a_slice_that_does_not_fit_never_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_the_command_is_one_word_for_any_login_shell() -> None:
         (
             1,
             ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
-            "python -m pip install ",
+            "tandem hosts sync --hostfile FILE",
         ),
         (
             1,

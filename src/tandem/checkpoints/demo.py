@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.checkpoints.files import Progress
@@ -36,7 +37,8 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     """
     target = demo_path()
     if (target / "config.json").is_file():
-        complete_demo(target)
+        with suppress(OSError):  # a cache owned by another user is not completed
+            complete_demo(target)
         return target
     from tandem.checkpoints.gguf.convert import convert_gguf
 

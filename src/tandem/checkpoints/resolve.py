@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tandem.checkpoints.catalogue import Chosen, catalogue, choose, closest, find
-from tandem.checkpoints.demo import complete_demo
+from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles, Progress
 from tandem.checkpoints.stored import DEMO, demo_path, used
 from tandem.config.settings import SchedulerSettings
@@ -122,8 +121,7 @@ def _demo() -> ModelFiles:
     path = demo_path()
     if not (path / "config.json").is_file():
         raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`")
-    with suppress(OSError):  # a cache owned by another user is not completed
-        complete_demo(path)
+    fetch_demo()  # completes what an earlier version converted
     used(path)
     return ModelFiles(path, DEMO)
 

@@ -55,6 +55,19 @@ def demo_path() -> Path:
     return cache_dir() / "demo" / DEMO
 
 
+def path_here(path: str, home: str) -> Path:
+    """Return `path` or, where nothing is there, the demo model of this machine or the same path below this user's home.
+
+    `home`: home directory of the user who named the path; empty if unknown.
+    """
+    named = Path(os.path.expanduser(path))
+    if os.path.exists(named):  # unlike Path.exists, False below another user's home
+        return named
+    if named.parts[-2:] == ("demo", DEMO):
+        return demo_path()
+    return Path.home() / named.relative_to(home) if home and named.is_relative_to(home) else named
+
+
 # ---- use
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from tandem.checkpoints.resolve import expect
+from tandem.checkpoints.stored import demo_path
 from tandem.cli.arguments import say
 from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.options import vllm_mlx
@@ -87,7 +88,11 @@ def checked(settings: Settings) -> Settings:
         return with_names(settings)
     if not settings.model.model:
         raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
-    if "/" not in settings.model.model:
+    if settings.model.model == "demo" and not demo_path().exists():
+        from tandem.cli.model import fetched  # imports the screen's library
+
+        fetched("demo", None, None)
+    elif "/" not in settings.model.model:
         expect(settings.model.model)
     return settings
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tandem.cli.address import checked_url, local_port
+from tandem.cli.arguments import DEFAULT_URL
 from tandem.cli.screen import can_watch, event_lines, models_table, ranks_table, replicas_table, screen, watch
 from tandem.errors import UsageError
 from tandem.json_types import JsonObject
@@ -109,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([as_json(look) for look in looks], indent=2))
     elif not looks:
-        print("no server runs in the background; `tandem up MODEL` starts one")
+        print("no server runs in the background, nor at port 8000; `tandem up MODEL` starts one")
     elif arguments.watch and can_watch(console):
         watch(Group(*map(_picture, looks)), lambda: _next_picture(arguments), console)
     else:
@@ -123,6 +125,9 @@ def _looks(arguments: argparse.Namespace) -> list[Look]:
         return [look_at_port(arguments.port, arguments.interval)]
     named = arguments.server or arguments.name
     names = [named] if named else [name for name in known_names() if Background(name).runs()]
+    if not names:
+        with suppress(UsageError):  # no `tandem serve` in the foreground either
+            return [look_at_port(local_port(DEFAULT_URL), arguments.interval)]
     return [look_at(Background(name), arguments.interval) for name in names]
 
 

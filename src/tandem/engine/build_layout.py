@@ -171,6 +171,7 @@ def _stage_specs(
     return tuple(
         StageSpec(
             model_path=str(files.path),
+            home=str(Path.home()),
             model_name=model.served_name or files.name,
             rank=sum(sizes[:stage]) + part,
             stage_sizes=sizes,

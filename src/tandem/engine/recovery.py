@@ -51,7 +51,7 @@ REMEDIES = {
     "memory": "A smaller --max-context or --memory-fraction leaves more room.",
 }
 """Remedies for the operator, by cause of failure."""
-REMEDY = "Nothing to do if it stays at this once; else the log of that rank and `tandem doctor` say more."
+REMEDY = "If this was the only time, nothing is needed; else see that rank's log, if its agent still runs, and `tandem doctor`."
 FEWER = "machines were lost, and those that remain have no room"
 FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
 """Reasons for refusing a request that no longer fits, after `FEWER` machines or halved limits."""

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.stored import path_here
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.executor import Report
@@ -102,7 +103,8 @@ def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -
 
 
 def _draft_files(spec: StageSpec) -> ModelFiles:
-    return ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name)
+    path = path_here(spec.draft_path, spec.home)
+    return ModelFiles(path=path, name=path.name)
 
 
 def load_drafter(spec: StageSpec) -> Drafter | None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import download_files, hub_model
+from tandem.checkpoints.stored import demo_path, path_here
 from tandem.errors import RankFailure, TransportError
 from tandem.models.description import describe
 from tandem.models.slice_cache import fetch_files, fetch_slice
@@ -67,9 +69,9 @@ def obtain_files(
 ) -> ModelFiles:
     """Make the files of `spec`'s layers available on this machine, and return them.
 
-    With `head` they are fetched from there, and `spec.model_path` is ignored. `accept` is called once headers are present,
-    before weights are transferred, and may raise. `progress` is called with (bytes present, total bytes). Raises RankFailure
-    after `patience_s` seconds of silence of the head, and UsageError.
+    With `head` they are fetched from there, and `spec.model_path` is ignored. The demo model is downloaded if missing.
+    `accept` is called once headers are present, before weights are transferred, and may raise. `progress` is called with
+    (bytes present, total bytes). Raises RankFailure after `patience_s` seconds of silence of the head, and UsageError.
     """
     layers = range(*spec.layers)
     if head is not None:
@@ -84,4 +86,7 @@ def obtain_files(
         files = hub_model(spec.hub)
         accept(files)
         return download_files(files, owned_files(read_headers(files), layers, describe(files)), progress)
-    return ModelFiles(path=Path(spec.model_path), name=spec.model_name)
+    path = path_here(spec.model_path, spec.home)
+    if path == demo_path():
+        fetch_demo(progress)
+    return ModelFiles(path=path, name=spec.model_name)

@@ -53,8 +53,16 @@ _PING = "ping -c 3 {host}   (is it on, and are cable and address right?)"
 _NAME_PYTHON = "name its interpreter with --remote-python, or as `python` in the hostfile"
 SSH_TROUBLES = (
     ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
-    ("the agent does not answer", "its agent does not answer", "run `tandem agent --pair` there, tandem hosts pair {host}"),
-    ("permission denied", "ssh refuses this user's key", "ssh-copy-id {host}"),
+    (
+        "the agent does not answer",
+        "its agent does not answer",
+        "on {host}: tandem agent   (where it runs already: `tandem agent --pair` there, then tandem hosts pair {host})",
+    ),
+    (
+        "permission denied",
+        "ssh refuses this user's key",
+        "ssh-copy-id {host}   (with another user name there: USER@{host}, in the hosts file too)",
+    ),
     (
         "remote host identification has changed",
         "its host key is not the known one",
@@ -144,8 +152,14 @@ def diagnose(host: str, code: int, said: Sequence[str]) -> tuple[str, str] | Non
     name = agent_name(host) or host
     for words, meaning, remedy in (*(SSH_TROUBLES if code == SSH_FAILED else ()), *PYTHON_TROUBLES):
         if words in text:
-            return meaning.format(said=_last(said)), remedy.format(host=name) or install_command("python", name)
+            return meaning.format(said=_last(said)), remedy.format(host=name) or same_tandem(host)
     return None
+
+
+def same_tandem(host: str, python: str = "python") -> str:
+    """Return what gives `host`, an `ssh` entry of a hosts file, this machine's Tandem. `python`: its interpreter."""
+    agent = agent_name(host)
+    return "tandem hosts sync --hostfile FILE" if agent is None else install_command(python, agent)
 
 
 def _last(said: Sequence[str]) -> str:

@@ -59,6 +59,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
 
     model_path: str
     model_name: str
+    home: str = ""
+    """Home directory on the engine's machine: a path below it that is missing here is looked for below this user's."""
     layers: tuple[int, int]
     """First layer, and one past the last."""
     tensor_split: tuple[float, ...] | None

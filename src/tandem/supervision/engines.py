@@ -31,7 +31,7 @@ GRACE_S = 10.0
 HUNG_S = 20.0
 """Seconds without progress of its main loop after which an engine is replaced."""
 ASK_S = 1.0
-REMEDY = "Nothing to do if it stays at this once; else the server's log says more."
+REMEDY = "If this was the only time, nothing is needed; else see the server's log."
 
 
 class EngineSet:

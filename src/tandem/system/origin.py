@@ -22,23 +22,19 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 """Date of all files in a wheel, so that equal files give an identical wheel."""
 
 
-def install_command(python: str, host: str) -> str:
-    """Return a shell command, for this machine, that installs the same Tandem for `python` on `host`.
+def install_command(python: str, agent: str) -> str:
+    """Return what to do on the machine of `agent` so that `python` there has the same Tandem.
 
-    The source is that of this installation (PEP 610): the package index, a repository, or local files to copy first.
+    The source is that of this installation (PEP 610): the package index, a repository, or local files to copy first. For
+    machines with ssh there is `tandem hosts sync`.
     """
     origin = _direct_url()
     url = str(origin.get("url", ""))
+    what, first = _requirement(origin, url), f"on {agent}: "
     if url.startswith("file:"):
         path = unquote(urlsplit(url).path)
-        if "dir_info" in origin:
-            return (
-                f"rsync -a --exclude '.*' {shlex.quote(path + '/')} {host}:tandem/ && "
-                f'ssh {host} "{python} -m pip install ./tandem"'
-            )
-        install = f"{python} -m pip install {shlex.quote('./' + path.rpartition('/')[2])}"
-        return f"scp {shlex.quote(path)} {host}: && ssh {host} {shlex.quote(install)}"
-    return f"ssh {host} \"{python} -m pip install '{_requirement(origin, url)}'\""
+        what, first = "./" + path.rpartition("/")[2], f"copy {shlex.quote(path)} to {agent}; {first}"
+    return f"{first}{python} -m pip install {shlex.quote(what)}   (then start `tandem agent` there again)"
 
 
 def _requirement(origin: JsonObject, url: str) -> str:
@@ -56,6 +52,14 @@ def _direct_url() -> JsonObject:
         return {}
     content = json.loads(text or "{}")
     return content if isinstance(content, dict) else {}
+
+
+def sources_digest() -> str:
+    """Return a digest of Tandem's Python files here, which tells commits of one version apart."""
+    hasher, root = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        hasher.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return hasher.hexdigest()
 
 
 def write_wheel(directory: Path) -> Path:

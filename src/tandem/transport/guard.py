@@ -99,8 +99,7 @@ class Guard:
         elif self._strangers.pop(number, None) and self._keyless_s is None:
             seldom.log(
                 logging.WARNING,
-                "refused a peer at the %s %s: it does not hold this cluster's keys; it is not "
-                "let in, and disturbs nobody (others are not logged for a while)",
+                "refused a peer at the %s %s: it does not hold this cluster's keys; nothing else is affected",
                 self._name,
                 self._endpoint,
                 kind=self._endpoint,

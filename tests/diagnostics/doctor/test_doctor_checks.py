@@ -47,7 +47,12 @@ def test_nothing_is_found_on_healthy_macs():
         ({"translated": "1\n"}, "versions", "run by Rosetta", "macos-aarch64"),
         ({"os_build": "25D1\n"}, "macos", "build 25D1", "softwareupdate"),
         ({"os_version": "26.2\n"}, "macos", "before 26.3", "softwareupdate"),
-        ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "application firewall: on", "--unblockapp"),
+        (
+            {"firewall": "Firewall is enabled. (State = 1)"},
+            "firewall",
+            "application firewall: on",
+            "--unblockapp /opt/python/3.12",
+        ),
         ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "on", "again after each upgrade of that Python"),
         (
             {"routes": "default 10.254.0.1 UGScg en0\n"},
@@ -197,7 +202,7 @@ def test_one_address_on_two_machines():
     [
         ("mlx", "0.31.0", "ssh b \"/opt/venv/bin/python3.12 -m pip install 'mlx==0.32.4'\""),
         ("mlx-lm", None, "'mlx-lm==0.32.2'"),
-        ("tandem", "0.0.9", "/opt/venv/bin/python3.12 -m pip install "),
+        ("tandem", "0.0.9", "tandem hosts sync --hostfile FILE"),
         ("python", "3.11.9", "3.12"),
     ],
 )
@@ -205,6 +210,36 @@ def test_versions(package, version, remedy):
     [found] = bad(with_b(pair(), versions={**VERSIONS, package: version}))
     assert (found.check, found.where) == ("versions", "b")
     assert remedy in found.remedy
+
+
+def test_commits_of_one_version_are_told_apart():
+    [found] = bad(with_b(pair(), sources="77ab"))
+    assert (found.check, found.verdict, found.where) == ("versions", "warn", "b")
+    assert "another commit" in found.detail and found.remedy == "tandem hosts sync --hostfile FILE"
+    assert bad(with_b(pair(), sources="")) == []  # a probe of an earlier version
+
+
+def test_repairs_on_the_machine_of_an_agent_are_commands_for_its_own_terminal():
+    evidence = with_b(pair(), sources="77ab", model=ModelFacts(None), outputs={**mac(2).outputs, "power": " lowpowermode  1\n"})
+    evidence.facts["agent:b"] = evidence.facts.pop("b")
+    evidence.links = {("a", "agent:b"): Transferred(None, 2e-5, 3e9)}
+    evidence.hosts[1] = Host("agent:b", "10.254.0.2", ("rdma_en2", None))
+    evidence.clocks = evidence.collected = {}
+    evidence.planned = None
+    remedies = {one.check: one.remedy for one in bad(evidence)}
+    assert not [text for text in remedies.values() if "ssh" in text or "agent:" in text]
+    assert remedies["power"] == "on b: sudo pmset -a lowpowermode 0"
+    assert "on b: /opt/venv/bin/python3.12 -m pip install" in remedies["versions"]
+    assert remedies["model"] == "copy /models/m to the same path on b, or serve with --weights-from head"
+
+
+def test_a_wrong_address_of_the_hosts_file_is_told_before_what_may_withhold_it():
+    evidence = pair(backend="ring")
+    evidence.hosts[1] = Host("b", "10.254.0.9")
+    evidence.links["a", "b"] = Transferred(f"No route to host: {LOCAL_NETWORK}")
+    found = next(one for one in bad(evidence) if one.check == "reachable")
+    assert found.detail == "10.254.0.9 of the hosts file is not an address of b, which has 192.168.1.2, 10.254.0.2"
+    assert "`ips`" in found.remedy
 
 
 def test_a_version_that_this_machine_lacks_is_that_of_the_others():
@@ -305,7 +340,7 @@ def test_sums():
 @pytest.mark.parametrize(
     ("code", "said", "remedy"),
     [
-        (255, "ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
+        (255, "ann@b: Permission denied (publickey,password).", "ssh-copy-id b   (with another user name there: USER@b"),
         (255, "Host key verification failed.", "ssh b hostname"),
         (255, "ssh: connect to host b port 22: Connection timed out", "ping"),
         (255, "ssh: connect to host b port 22: Connection refused", "Remote Login"),
@@ -314,7 +349,7 @@ def test_sums():
             1,
             "/usr/bin/python: Error while finding module specification for 'tandem.diagnostics.doctor.probe' "
             "(ModuleNotFoundError: No module named 'tandem')",
-            "python -m pip install ",
+            "tandem hosts sync --hostfile FILE",
         ),
         (127, "zsh:1: command not found: python3", "--remote-python"),
     ],
@@ -327,7 +362,7 @@ def test_why_ssh_failed(code, said, remedy):
 
 def test_why_an_agent_failed():
     said = "tandem: agent b: the agent does not answer: is it running there, and still paired with this machine?"
-    assert explain("agent:b", 255, [said]).remedy.endswith("tandem hosts pair b")
+    assert explain("agent:b", 255, [said]).remedy.startswith("on b: tandem agent   (")
     assert explain("agent:b", 255, ["tandem: agent b is not paired with this machine"]).remedy == "tandem hosts pair b"
 
 

@@ -275,7 +275,7 @@ FAULTS: dict[str, list[Fault]] = {
         (key_not_accepted, "ssh", "h2", "refuses this user's key", "ssh-copy-id h2"),
         (another_host_key, "ssh", "h1", "host key is not the known one", "ssh-keygen -R h1"),
     ],
-    "installation": [(no_tandem, "ssh", "h1", "no Python with Tandem was found there", "python -m pip install")],
+    "installation": [(no_tandem, "ssh", "h1", "no Python with Tandem was found there", "tandem hosts sync")],
     "cable cut": [(cable_cut, "ssh", "h2", "cannot be reached", "ping")],
     "closed one way": [(closed_one_way, "reachable", "h1 -> h2", "timed out", "ping")],
     "slow": [(slow_cable, "speed", "h0 -> h2", "MB/s", "ip route get")],

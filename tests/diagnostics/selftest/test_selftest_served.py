@@ -109,8 +109,9 @@ def test_a_setting_that_breaks_it_is_seen(
     assert found.detail.startswith("a request failed") and words in found.detail
 
 
-@pytest.mark.parametrize("entry", ["single:pace", "faults:killed", "faults:stopped", "faults:orphans"])
+@pytest.mark.parametrize("entry", ["single:pace", "faults:stopped", "faults:orphans"])
 def test_without_a_fault(entry: str, looked: Callable[..., TaskResult]) -> None:
+    """`faults:killed` differs from `faults:stopped` by the signal alone; test_selftest_cluster.py has ranks killed."""
     found = looked(entry)
     assert (found.verdict, found.detail) == ("ok", "")
     assert found.figures

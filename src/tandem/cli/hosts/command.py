@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from tandem.env import child_environment, variable
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent_server import PORT
 from tandem.launchers.agent.discovery import Found, find
-from tandem.launchers.agent.link import PREFIX, PairingLink
+from tandem.launchers.agent.link import PREFIX, PairingLink, agent_name
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
+from tandem.printable import printable
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
 from tandem.system.privacy import LOCAL_NETWORK, refusal
@@ -52,14 +54,18 @@ That tool uses ssh for this machine too, which on a Mac would need Remote Login 
 
 
 def write(arguments: argparse.Namespace) -> int:
-    """Write the hosts file from the machines' facts. Raises UsageError."""
-    hosts = list(arguments.hosts) or [PREFIX + name for name in Trust("head").peers()]
+    """Write the hosts file from the machines' facts; first pair with agents that are not paired. Raises UsageError."""
+    paired = Trust("head").peers()
+    hosts = list(arguments.hosts) or [PREFIX + name for name in paired]
     if not hosts:
         raise UsageError(
             "no hosts are named, and no agent is paired; name ssh destinations, or `tandem hosts pair` first", param="hosts"
         )
     if len(set(hosts)) < len(hosts):
         raise ConfigError(f"a host is named twice: {', '.join(hosts)}; add entries for further ranks by hand", param="hosts")
+    for agent in filter(None, map(agent_name, hosts)):
+        if agent not in paired:
+            print(f"paired with {pair_with(*_locate(agent, _FIND_S), None)}", file=sys.stderr)
     facts = _gather(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
@@ -184,7 +190,7 @@ def _asked_for(name: str) -> str:
 
 
 _GIB = 2**30
-_MOST_S = 60.0
+_FIND_S, _MOST_S = 3.0, 60.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -208,6 +214,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _find(seconds: float, *, as_json: bool) -> int:
     agents, paired = find(seconds), Trust("head").peers()
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        answering = list(pool.map(_answering, agents))
+    for agent, address in zip(list(agents), answering, strict=True):
+        if not address:
+            agents.remove(agent)
+            name = printable(agent.name)
+            print(f"{name} is announced, but does not answer: it is off or cut off, or has a firewall", file=sys.stderr)
     _follow(agents, paired)
     texts = ("chip", "system", "links", "version")
     rows = [
@@ -281,5 +294,13 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
 
 def reachable(agent: Found) -> str:
     """Return the agent's first address that accepts a connection, else its first address."""
-    answering = (address for address in agent.addresses if refusal(address, agent.port, 1.0) is None)
-    return next(answering, agent.addresses[0])
+    return _answering(agent) or agent.addresses[0]
+
+
+def _answering(agent: Found) -> str:
+    """Return the agent's first address that accepts a connection; empty if none does.
+
+    The pairing port is tried, whose callers need no key.
+    """
+    port = min(_number(agent.facts.get("pair_port", "")) or agent.port + 1, 65535)
+    return next((address for address in agent.addresses if refusal(address, port, 1.0) is None), "")

@@ -44,7 +44,7 @@ def add_hosts(parser: Parser) -> None:
         nargs="*",
         metavar="HOST",
         help="127.0.0.1, ssh destinations, or agent:NAME, in the "
-        "ranks' order; by default all agents that this machine is paired with.",
+        "ranks' order; by default all agents that this machine is paired with. One that is not paired is asked for its code.",
     )
     write.add_argument("--backend", choices=BACKENDS, help="to put into the file.")
     write.add_argument(

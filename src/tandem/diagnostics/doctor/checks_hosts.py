@@ -128,7 +128,8 @@ def _blocking(evidence: Evidence, name: str, facts: Facts, state: FirewallState,
     if facts.system == "Darwin":
         note = "   (again after each upgrade of that Python; over ssh macOS asks nobody)"
         tool = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-        remedy = f"sudo {tool} --add {facts.executable} --unblockapp {facts.executable}"
+        python = facts.program or facts.executable
+        remedy = f"sudo {tool} --add {python} --unblockapp {python}"
     elif state.kind == "nftables":
         remedy = f"sudo nft insert rule {state.chain} ip saddr {{ {', '.join(peers)} }} accept"
     else:

@@ -10,6 +10,7 @@ from tandem.diagnostics.doctor.evidence import Evidence, Findings, several
 from tandem.diagnostics.doctor.parsing import Interface, gateways, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.diagnostics.doctor.topology import free_subnets, physical
+from tandem.launchers.hostfile import is_ipv4
 from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 
 SLOW_FAIL, SLOW_WARN = 10e6, 100e6
@@ -103,11 +104,22 @@ def reachable(evidence: Evidence, findings: Findings) -> str:
     for (source, target), link in evidence.links.items():
         if link.error:
             address = evidence.host(target).address
+            if others := _others(evidence, target, address):
+                problem = f"{address} of the hosts file is not an address of {target}, which has {others}"
+                findings.fail(f"{source} -> {target}", problem, "put one that both machines reach into `ips` of the hosts file")
+                continue
             withheld = LOCAL_NETWORK in link.error
             look = evidence.on(source, f"open '{LOCAL_NETWORK_PANE}'" if withheld else f"ping -c 3 {address}")
             then = "" if withheld else f"   (then see firewall of {target})"
             findings.fail(f"{source} -> {target}", f"{address}: {link.error}", look + then)
     return f"{len(evidence.links)} ways, each tried on a fresh port"
+
+
+def _others(evidence: Evidence, target: str, address: str) -> str:
+    """Return the addresses of `target`; empty if `address` is one of them or no IPv4 address, or if they are unknown."""
+    found = interfaces(evidence.facts[target]) if target in evidence.facts and is_ipv4(address) else []
+    own = [network.ip for interface in found for network in interface.networks]
+    return "" if address in map(str, own) else ", ".join(str(ip) for ip in own if not ip.is_loopback)
 
 
 def no_link(evidence: Evidence) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, PlannedMemory
 from tandem.diagnostics.doctor.model_files import is_hub_id
 from tandem.diagnostics.doctor.parsing import available_bytes
 from tandem.diagnostics.doctor.probe_messages import ModelFacts
-from tandem.system.origin import PACKAGE, install_command
+from tandem.launchers.agent.link import agent_name
+from tandem.launchers.ssh import same_tandem
+from tandem.system.origin import PACKAGE
 
 GIB = 2**30
 INSTALL = {"tandem": PACKAGE, "mlx": "mlx", "mlx-lm": "mlx-lm"}
@@ -27,7 +30,12 @@ def versions(evidence: Evidence, findings: Findings) -> str:
             elif wanted is not None and version != wanted:
                 source = evidence.host_with(of, wanted)
                 findings.fail(name, f"{package} is {version}, on {source} {wanted}", _install(evidence, name, package, wanted))
+    ours = evidence.facts.get(evidence.here)
     for name, facts in evidence.facts.items():
+        same = ours is not None and facts.versions.get("tandem") == ours.versions.get("tandem")
+        if ours and same and ours.sources and facts.sources not in ("", ours.sources):
+            problem = f"tandem has the same version as on {evidence.here}, but other code: another commit, or changes of its own"
+            findings.warn(name, problem, same_tandem(name, facts.executable))
         if facts.outputs.get("translated", "").strip() == "1":
             problem = "its Python is one for Intel, run by Rosetta: MLX needs one for Apple silicon"
             remedy = evidence.on(name, "uv python install cpython-3.12-macos-aarch64-none")
@@ -46,7 +54,7 @@ def _install(evidence: Evidence, name: str, package: str, wanted: str | None) ->
     if package == "python":
         return f"make the environment on {name} with Python {wanted}: uv venv --python {wanted}"
     if package == "tandem" and name != evidence.here:
-        return install_command(python, name)
+        return same_tandem(name, python)
     requirement = INSTALL[package] if wanted is None else f"{INSTALL[package]}=={wanted}"
     return evidence.on(name, f"{python} -m pip install '{requirement}'")
 
@@ -70,8 +78,8 @@ def _absent(evidence: Evidence, named: str, name: str, copy: ModelFacts, finding
     detail = copy.problem or f"{named} is not there"
     if evidence.weights_from_head and name != evidence.here:
         findings.add("ok", name, f"{detail}; it gets its part from {evidence.here}")
-    elif is_hub_id(named) or named == "demo":  # a hub model is downloaded on demand
-        findings.add("warn" if is_hub_id(named) else "fail", name, detail, evidence.on(name, f"tandem model get {named}"))
+    elif is_hub_id(named) or named == "demo":  # downloaded on demand
+        findings.warn(name, detail, evidence.on(name, f"tandem model get {named}"))
     else:
         findings.fail(name, detail, _copy(evidence, name))
 
@@ -94,7 +102,10 @@ def _copy(evidence: Evidence, name: str) -> str:
         return f"name a model that is on {name}"
     here = evidence.facts.get(evidence.here)
     source = here.model.path if here and here.model and here.model.path else evidence.model
-    return f"rsync -a {source}/ {name}:{source}/   (or serve with --weights-from head)"
+    if (agent := agent_name(name)) is not None:
+        return f"copy {source} to the same path on {agent}, or serve with --weights-from head"
+    target = str(source).removeprefix(f"{Path.home()}/")  # a relative one is below the home directory there
+    return f"rsync -a {source}/ {name}:{target}/   (or serve with --weights-from head)"
 
 
 def memory(evidence: Evidence, findings: Findings) -> str:

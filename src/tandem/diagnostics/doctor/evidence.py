@@ -8,6 +8,7 @@ from typing import Literal
 
 from tandem.diagnostics.doctor.probe_messages import Facts, Transferred
 from tandem.diagnostics.tasks import RankTimes
+from tandem.launchers.agent.link import agent_name
 from tandem.launchers.ray.nodes import RayNode
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
@@ -129,9 +130,14 @@ class Evidence:
         return min((name for name, value in values.items() if value == wanted), key=lambda name: name != self.here)
 
     def on(self, name: str, command: str) -> str:
-        """Return a shell command for this machine that runs `command` on the machine `name`, over ssh unless local."""
+        """Return a shell command for this machine that runs `command` on the machine `name`, over ssh unless local.
+
+        For the machine of an agent, return `on NAME: COMMAND`.
+        """
         if name == self.here:
             return command
+        if (agent := agent_name(name)) is not None:
+            return f"on {agent}: {command}"
         quoted = command.replace('"', '\\"')
         return f'ssh {name} "{quoted}"'
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from typing import TypeVar
 
 from msgspec import structs
@@ -158,7 +159,7 @@ class _Examination:
 
         def ask(name: str) -> Facts:
             extra = [question.port] if name == self._evidence.here else []
-            request = probe_messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
+            request = probe_messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports], str(Path.home()))
             return self._links[name].ask(request, Facts, slow)
 
         self._evidence.facts = self._each(ask, self._links)

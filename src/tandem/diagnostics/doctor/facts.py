@@ -18,6 +18,7 @@ from tandem.errors import UsageError
 from tandem.launchers.host_facts import chip, installed
 from tandem.launchers.process_groups import visible_gpus
 from tandem.processes.device import this_device
+from tandem.system.origin import sources_digest
 from tandem.system.ports import is_shadowed
 from tandem.system.tools import output_of
 
@@ -67,7 +68,9 @@ def gather(request: GatherFacts) -> Facts:
         hostname=hostname,
         hostname_addresses=_resolve(hostname),
         system=system,
-        executable=os.path.realpath(sys.executable),
+        executable=sys.executable,
+        program=os.path.realpath(sys.executable),
+        sources=sources_digest(),
         root=os.geteuid() == 0,
         chip=chip() or platform.machine(),
         memory_bytes=memory,
@@ -77,7 +80,7 @@ def gather(request: GatherFacts) -> Facts:
         outputs=outputs,
         variables={name: value for name, value in variables().items() if name.startswith("MLX_")},
         busy_ports=[port for port in request.ports if _is_busy(port)],
-        model=look_at(request.model, full_hash=request.full_hash) if request.model else None,
+        model=look_at(request.model, full_hash=request.full_hash, home=request.home) if request.model else None,
         mlx_tag=_mlx_tag(),
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 from tandem.checkpoints.files import weight_files
 from tandem.checkpoints.resolve import HUB_ID
-from tandem.checkpoints.stored import demo_path
+from tandem.checkpoints.stored import demo_path, path_here
 from tandem.diagnostics.doctor.probe_messages import ModelFacts
 from tandem.errors import BrokenModel
 from tandem.system.files import file_trouble
@@ -26,16 +25,19 @@ def is_hub_id(model: str) -> bool:
     return bool(HUB_ID.match(model)) and not Path(model).exists()
 
 
-def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:
-    """Return the state of this machine's copy of `model` (directory, GGUF file, hub id or `demo`)."""
+def look_at(model: str, *, full_hash: bool = False, home: str = "") -> ModelFacts:
+    """Return the state of this machine's copy of `model` (directory, GGUF file, hub id or `demo`).
+
+    `home`: home directory of the user who named it (`path_here`).
+    """
     try:
-        return _look_at(model, full_hash=full_hash)
+        return _look_at(model, home, full_hash=full_hash)
     except OSError as error:
         return ModelFacts(None, f"{error.filename or model} cannot be read: {file_trouble(error)}")
 
 
-def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
-    path = _find(model)
+def _look_at(model: str, home: str, *, full_hash: bool) -> ModelFacts:
+    path = _find(model, home)
     if path is None or not path.exists():
         return ModelFacts(None, f"{model} is not on this machine")
     if path.is_file():
@@ -71,11 +73,10 @@ def digest(path: Path, *, full: bool = False) -> str:
     return hasher.hexdigest()
 
 
-def _find(model: str) -> Path | None:
+def _find(model: str, home: str) -> Path | None:
     if model == "demo":
         return demo_path()
-    path = Path(os.path.expanduser(model))
-    return _hub_copy(model) if is_hub_id(model) else path
+    return _hub_copy(model) if is_hub_id(model) else path_here(model, home)
 
 
 def _hub_copy(repo: str) -> Path | None:

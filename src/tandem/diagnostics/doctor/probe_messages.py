@@ -23,6 +23,8 @@ class GatherFacts(Struct, frozen=True, tag=True):
     """True to hash whole weight files instead of samples."""
     ports: list[int] = []
     """Ports to test for being free."""
+    home: str = ""
+    """Home directory of the user who named the model."""
 
 
 class TellTime(Struct, frozen=True, tag=True):
@@ -87,7 +89,7 @@ class Facts(Struct, frozen=True, tag=True):
     system: str
     """`Darwin` or `Linux`."""
     executable: str
-    """Path of the Python interpreter."""
+    """Path of the Python interpreter, in its virtual environment if there is one."""
     root: bool
     chip: str
     memory_bytes: int
@@ -103,6 +105,10 @@ class Facts(Struct, frozen=True, tag=True):
     """MLX's variables in the environment that ranks on that machine start with."""
     mlx_tag: str = ""
     """Platform tag of the installed wheel of mlx-metal, such as `macosx_26_0_arm64`; empty if there is none."""
+    program: str = ""
+    """Path of the interpreter's own file, without links."""
+    sources: str = ""
+    """Digest of Tandem's Python files."""
 
 
 class Time(Struct, frozen=True, tag=True):

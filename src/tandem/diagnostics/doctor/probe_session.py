@@ -156,7 +156,8 @@ def probe_command(host: str, python: str | None = None) -> list[str]:
 def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     """Return the error for a probe's command that exited with `code` after printing `complaints`. Pure."""
     said = complaints[-1] if complaints else f"ended with code {code}"
-    return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))
+    look = f"ssh {host} hostname" if agent_name(host) is None else "look at what `tandem agent` prints there"
+    return ProbeLost(*(diagnose(host, code, complaints) or (said, look)))
 
 
 def process_group(backend: str, hosts: Sequence[Host], ports: Sequence[Sequence[int]]) -> ProcessGroup:

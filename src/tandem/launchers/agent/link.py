@@ -143,7 +143,7 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
                 self.send(Beat())
             if now - heard > SILENCE_S:
                 if ever:
-                    return FAILED, "nothing is heard of the agent any more"
+                    return FAILED, "the agent has ended there, or its machine is off or cut off; `tandem agent` starts it again"
                 host, _, port = self._address.rpartition(":")
                 why = silent_because(host, int(port))
                 return FAILED, (
