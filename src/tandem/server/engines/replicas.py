@@ -198,7 +198,7 @@ class Replicas:
 
         Raises RequestError.
         """
-        if not path and self.adapters.pop(name, None):  # new requests get 404
+        if not path and self.adapters.pop(name, ""):  # new requests get 404
             self._unloaded.add(name)
         clients = [member.client for member in self._members.values() if member.client.alive]
         answers = await asyncio.gather(*(client.change_adapter(name, path) for client in clients))
