@@ -19,7 +19,6 @@ from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.screen import screen
 from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError
-from tandem.models.description import ModelDescription
 from tandem.models.kv_types import require_quantizable
 from tandem.planner.explain import Named, caveats, commands, plan_json, rate, serve_flags
 from tandem.planner.hardware import GIB, Machine
@@ -121,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     hosts = dataclasses.replace(hosts, machines=machines)
     model = _model(arguments, hosts)
-    request = _request(arguments, model.description)
+    request = _request(arguments, model)
     cluster = cluster_of(
         hosts,
         arguments.link or [],
@@ -195,7 +194,8 @@ def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     return Hosts(machines=[measured_machine(host) for host in profile.hosts])
 
 
-def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:
+def _request(arguments: argparse.Namespace, model: Planned) -> Request:
+    description = model.description
     if arguments.context is not None and arguments.context > description.max_context:
         raise ConfigError(
             f"--context {arguments.context}: the model was made for {description.max_context}; choose at most that",
@@ -203,6 +203,11 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
         )
     if arguments.kv_dtype != "auto":
         require_quantizable(description, arguments.kv_dtype)
+    if arguments.max_loras > 0 and not model.lora_elements:
+        raise ConfigError(
+            f"--max-loras {arguments.max_loras}: adapters are counted from a model's files; name a directory with them",
+            param="max_loras",
+        )
     return Request(
         context=arguments.context,
         streams=arguments.streams,
@@ -213,6 +218,9 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
         prefill_chunk=arguments.prefill_chunk,
         memory_fraction=arguments.memory_fraction,
         layouts=tuple(parse_layout(text) for text in arguments.layout or ()),
+        max_loras=arguments.max_loras,
+        max_lora_rank=arguments.max_lora_rank,
+        lora_elements=model.lora_elements,
     )
 
 
