@@ -1,17 +1,32 @@
 """Embeddings against the same prompts completed by one token: the same server, in turns.
 
 An embedding is a prefill, and should cost no more than one (goal: 0.97 of the prompt tokens a second).
+
+`embeddings.py --rerank 1000` measures a running stream instead: the p99 of its gaps beside reranks of so many documents,
+and beside refused ones of 10,000, over that alone before and after, in turns (goal: 1.2).
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import threading
+import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import harness
+import httpx
 import load
+from kv_roles import ENOUGH, Stream
 
+REFUSED = 10_000
+"""Documents of a rerank that is refused."""
+STREAM = 2000
+"""Tokens of a stream; the next one follows it."""
 LAYOUTS: dict[str, dict[str, object]] = {
     "one rank": {},
     "TP 2": {"tensor_parallel_size": 2},
@@ -25,9 +40,15 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=16, help="prompts at once")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--rerank", type=int, metavar="DOCUMENTS", help="gaps of a stream beside reranks of so many")
+    parser.add_argument("--prefill-time-ms", type=float, help="of the server of --rerank")
+    parser.add_argument("--seconds", type=float, default=20, help="that --rerank measures the stream alone, and beside refusals")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
     prompts = load.PromptSource(model)
+    if args.rerank:
+        harness.write_json(args.json, args, {name: gaps(args, model, prompts, name) for name in args.layouts})
+        return
     results: dict[str, Any] = {"verdicts": []}
     for name in args.layouts:
         with harness.tandem_server(model, args.threads, name, prefix_cache=0, **LAYOUTS[name]) as server:
@@ -67,6 +88,76 @@ def embedded(server: harness.Server, texts: list[str]) -> float:
     with urllib.request.urlopen(request, timeout=600) as answer:
         tokens: int = json.load(answer)["usage"]["prompt_tokens"]
     return tokens / (harness.now() - started)
+
+
+def gaps(args: argparse.Namespace, model: Path, prompts: load.PromptSource, name: str) -> list[dict[str, Any]]:
+    """Print the gaps of a stream in each phase of each round; return the verdicts."""
+    limit = {} if args.prefill_time_ms is None else {"prefill_time_ms": args.prefill_time_ms}
+    flags = {"reranker": "on", "prefix_cache": 0, **limit, **LAYOUTS[name]}
+    documents = [prompts.make(args.tokens) for _ in range(args.rerank)]
+    with harness.tandem_server(model, args.threads, name, **flags) as server:
+        phases: dict[str, Callable[[], object]] = {
+            "alone": lambda: time.sleep(args.seconds),
+            f"beside {REFUSED} refused": lambda: _until(args.seconds, lambda: reranked(server, ["a document"] * REFUSED, 400)),
+            "alone again": lambda: time.sleep(args.seconds),
+            f"beside {len(documents)}": lambda: reranked(server, documents),
+        }
+        found: dict[str, list[float]] = {phase: [] for phase in phases}
+        with harness.heading(f"{name}: a stream beside reranks"), streaming(server) as gaps_since:
+            reranked(server, documents[:16])
+            for _ in range(args.rounds):
+                for phase, work in phases.items():
+                    began = time.monotonic()
+                    work()
+                    found[phase] += gaps_since(began)
+                    print(f"({phase}: {time.monotonic() - began:.0f} s, {len(found[phase])} gaps)", flush=True)
+            alone = _percentile(found["alone"] + found["alone again"], 99)
+            rows = [
+                [phase, len(all_), *(1e3 * _percentile(all_, share) for share in (50, 99, 100)), _percentile(all_, 99) / alone]
+                for phase, all_ in found.items()
+            ]
+            harness.table(["phase", "gaps", "p50 ms", "p99 ms", "max ms", "p99 / alone"], rows)
+    return [harness.verdict(f"{name}, p99 {row[0]}", row[5], 1.2, at_most=True) for row in rows[1::2]]
+
+
+def reranked(server: harness.Server, documents: list[str], status: int = 200) -> None:
+    """Send a rerank, which must be answered with `status`."""
+    body = {"query": "which one tells of the sea?", "documents": documents}
+    answer = httpx.post(f"http://127.0.0.1:{server.port}/v1/rerank", json=body, timeout=900)
+    if answer.status_code != status:
+        raise SystemExit(f"{answer.status_code}: {answer.text[:400]}")
+
+
+@contextlib.contextmanager
+def streaming(server: harness.Server) -> Iterator[Callable[[float], list[float]]]:
+    """Run one stream after the other, in a thread; the function returns the gaps since a time."""
+    streams, over = [Stream()], threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            streams.append(Stream(over=over))
+            streams[-1].read(server.port, [7 + len(streams)] * 40, STREAM)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    while len(streams) < 2 or len(streams[-1].times) < ENOUGH:
+        time.sleep(0.05)
+    try:
+        yield lambda since: [gap for one in streams for gap in one.gaps(since)]
+    finally:
+        over.set()
+        thread.join()
+
+
+def _until(seconds: float, work: Callable[[], object]) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        work()
+        time.sleep(0.2)
+
+
+def _percentile(values: list[float], share: int) -> float:
+    return sorted(values)[min(len(values) * share // 100, len(values) - 1)]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.cli.main import build_parser, main
+from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import memory_size
+from tandem.engine.build_layout import plan_layout
 from tandem.errors import ConfigError
 from tandem.planner.explain import Named, commands
 from tandem.planner.hardware import CHIPS, GIB, machine
@@ -132,6 +134,34 @@ def test_table_reasons_and_flags(model, capsys):
     for words in ("PP 2 (a | b)", "4 + 2", "as asked for", "Ranks in order: a, b.", "Estimates"):
         assert words in out
     assert f"tandem serve {model} --hostfile hosts.json --pipeline-parallel-size 2 --layer-split 4,2" in out
+
+
+def test_adapters_are_counted_as_the_engine_counts_them(model, capsys):
+    """Whole on each rank, as their parts may differ from the layers'."""
+    flags = ("--max-loras", "3", "--max-lora-rank", "8")
+
+    def weights(*more):
+        hosts = ("--hosts", "a=4GB:cpu", "b=4GB:cpu", "--layout", "pp=2 layers=4,2", "--context", "128")
+        assert main(["plan", model, *hosts, "--json", *more]) == 0
+        [plan] = (answer := json.loads(capsys.readouterr().out))["candidates"]
+        return [one["weights"] for one in plan["prediction"]["memory"]], " ".join(answer["serve"])
+
+    (without, _), (planned, serve) = weights(), weights(*flags)
+    settings = ModelSettings(model=model, enable_lora=True, max_loras=3, max_lora_rank=8)
+    stages = ParallelSettings(pipeline_parallel_size=2, layer_split=(4, 2))
+    ranks = plan_layout(Settings(model=settings, parallel=stages)).ranks
+    counted = [spec.lora_elements * 4 for spec in ranks]  # of float32, as on each CPU
+    assert [more - less for more, less in zip(planned, without, strict=True)] == pytest.approx(counted, abs=1) and min(
+        counted
+    ) > 0
+    assert "--enable-lora --max-loras 3 --max-lora-rank 8" in serve
+
+
+def test_adapters_of_a_preset_are_refused_as_they_are_counted_from_files(capsys):
+    assert main(["plan", "Qwen/Qwen3-8B", "--hosts", "a=64GB:m4-max", "--max-loras", "2"]) == 2
+    assert "--max-loras 2: adapters are counted from a model's files" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", "Qwen/Qwen3-8B", "--hosts", "a=64GB:m4-max", "--max-loras", "-1"]) == 2
+    assert "--max-loras -1: must be at least 0" in " ".join(capsys.readouterr().err.split())
 
 
 def test_json(model, capsys):

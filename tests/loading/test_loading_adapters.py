@@ -15,6 +15,7 @@ from mlx_lm.utils import load_model
 from adapters import tiny_adapter
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
+from tandem.loading.lora import LoRA
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import describe
@@ -141,13 +142,19 @@ def test_a_quantised_model_keeps_its_weights_and_its_adapter(tmp_path, dequantiz
         assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
-def test_rows_of_one_batch_use_their_own_adapters(tiny, tmp_path, fuse):
-    """Other ranks and layers, no adapter, and one that is unloaded: each row as alone, over stages and over ranks."""
-    model = tiny / "model"
-    other = tiny_adapter(model, tmp_path / "other", keys=("self_attn.k_proj", "mlp.down_proj"), layers=4, rank=6, scale=1.5)
-    alone = [want(model, tiny / "mlx"), want(model, None), want(model, other)]
-    shards = plan_shards(describe(resolve(str(model))), 2)
+def test_rows_of_one_batch_use_their_own_adapters(tiny, tmp_path, fuse, quantized):
+    """Ranks 4 and 16, other layers, no adapter, and one that is unloaded: each row as alone, over stages and over ranks."""
+    model, first = tiny / "model", tiny / "mlx"
+    if quantized:
+        model = tmp_path / "quantized"
+        tiny_model(model, quantized=True, dtype="float32")
+        first = tiny_adapter(model, tmp_path / "first", layers=2)
+    other = tiny_adapter(model, tmp_path / "other", keys=("self_attn.k_proj", "mlp.down_proj"), layers=4, rank=16, scale=1.5)
+    alone, near = [want(model, first), want(model, None), want(model, other)], 1e-3 if quantized else 1e-4
+    assert np.abs(alone[0] - alone[1]).max() > 0.1 < np.abs(alone[2] - alone[1]).max(), "they do something"
+    shards = plan_shards(describe(resolve(str(model))), 2, dequantize=False)
 
     def batch(stages):
         h = mx.array([PROMPT] * 3, mx.int32)
@@ -160,14 +167,26 @@ def test_rows_of_one_batch_use_their_own_adapters(tiny, tmp_path, fuse):
             stage.adapters.choose([2])
         return together, logits(stages)
 
-    def over_ranks(tp):
-        return batch([adapted(model, range(4), tiny / "mlx", other, fuse=fuse, shard=shards[tp.rank], tensor_parallel=tp)])
+    def stage(layers, **options):
+        return adapted(model, layers, first, other, fuse=fuse, dequantize=False, **options)
 
-    over_stages = batch([adapted(model, one, tiny / "mlx", other, fuse=fuse) for one in (range(3), range(3, 4))])
-    for together, left in [over_stages, *ThreadGroup(2).run(over_ranks)]:
+    def over_ranks(tp):
+        return batch([stage(range(4), shard=shards[tp.rank], tensor_parallel=tp)])
+
+    for together, left in [batch([stage(range(3)), stage(range(3, 4))]), *ThreadGroup(2).run(over_ranks)]:
         for row, expected in enumerate(alone):
-            assert np.abs(together[row] - expected[0]).max() < 1e-4 * np.abs(expected).max(), row
-        assert np.abs(left - alone[2]).max() < 1e-4 * np.abs(alone[2]).max()
+            assert np.abs(together[row] - expected[0]).max() < near * np.abs(expected).max(), row
+        assert np.abs(left - alone[2]).max() < near * np.abs(alone[2]).max()
+
+
+def test_a_product_restacks_its_adapters_once_for_each_change(tiny, monkeypatch):
+    """Not once for each of the layers that are fused into it."""
+    stage, stacked, stack = adapted(tiny / "model", range(4), tiny / "mlx", tiny / "peft", fuse=True), [], LoRA._stack
+    monkeypatch.setattr(LoRA, "_stack", lambda self, held: (stacked.append(self), stack(self, held))[1])
+    for change in (lambda: stage.adapters.unload(1), lambda: stage.adapters.load(1, str(tiny / "mlx"))):
+        stacked.clear()
+        change()
+        assert len(stacked) == len(set(stacked)) == 2 * 4  # two layers, each with q and v, o, gate, and down
 
 
 def test_an_adapter_in_the_place_of_an_unloaded_one_has_nothing_of_it(tiny, tmp_path):

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, ProcessSettings, ServerSettings, Settings
+from tandem.protocol.adapters import AdapterChanged, AdapterSpec, ChangeAdapter
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.control import (
     Abort,
@@ -257,6 +258,10 @@ class FakeEngine:
             if message.answered:
                 self.answered.add(message.request_id)
             self._live.pop(message.request_id, None)
+        elif isinstance(message, ChangeAdapter):
+            others = [one for one in self.status.adapters if one.name != message.name]
+            self.set_status(adapters=others + [AdapterSpec(1, message.name, message.path)] * bool(message.path))
+            self._send(identity, AdapterChanged(message.query_id))
         elif isinstance(message, HandOver):
             for request_id in [one for one, live in self._live.items() if live.identity == identity]:
                 del self._live[request_id]

@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from tandem.config.settings import ModelSettings
+from tandem.protocol.adapters import AdapterSpec
 from tandem.text.fast import FastBackend
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -138,6 +140,32 @@ def test_engine_dies_and_comes_back(server, engine, stream, wait_until):
     server.wait_ready()
     assert engine.submitted == {}
     assert server.chat().status_code == 200
+
+
+def test_an_adapter_of_the_settings_that_was_unloaded_stays_so_when_the_engine_starts_again(serve, engine, wait_until):
+    def call(verb, name, **path):
+        assert server.http.post(f"/v1/{verb}_lora_adapter", json={"lora_name": name, **path}).status_code == 200
+
+    def models():
+        return {one["id"] for one in server.http.get("/v1/models").json()["data"]}
+
+    def start_again():
+        engine.stop()
+        wait_until(lambda: server.http.get("/health/ready").status_code == 503)
+        engine.set_status(adapters=[AdapterSpec(1, "sql", "/sql")])  # as the settings say
+        engine.start()
+        server.wait_ready()
+
+    engine.set_status(adapters=[AdapterSpec(1, "sql", "/sql")])
+    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", lora_modules=("sql=/sql",)))
+    call("load", "chat", lora_path="/chat")
+    call("unload", "sql")
+    start_again()
+    assert models() == {"tiny", "chat"} and server.chat(model="sql").status_code == 404
+    wait_until(lambda: [one.name for one in engine.status.adapters] == ["chat"])
+    call("load", "sql", lora_path="/sql")
+    start_again()
+    assert models() == {"tiny", "chat", "sql"} and server.chat(model="sql").status_code == 200
 
 
 def test_engine_comes_later(serve, engine):

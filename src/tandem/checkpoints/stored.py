@@ -1,7 +1,7 @@
 """Models on this machine's disk: complete ones, and cached parts.
 
-Complete models are in Tandem's own directories and the hub's cache. Cached are slices from other machines, headers, and
-converted GGUF files.
+Complete models are in Tandem's own directories and the hub's cache. Cached are slices and LoRA adapters from other machines,
+headers, and converted GGUF files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from tandem.env import cache_dir, variable
 from tandem.errors import ModelError, ModelNotFound, UsageError
 
-KINDS = {"slices": "*", "headers": "*/*", "gguf": "*"}
+KINDS = {"slices": "*", "headers": "*/*", "gguf": "*", "adapters": "*"}
 """Directory of each kind of cache entry, and the pattern of its entries."""
 DEMO = "SmolLM2-135M-Instruct"
 """Name of the demo model and of its directory."""

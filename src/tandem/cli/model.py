@@ -83,7 +83,7 @@ def _list() -> int:
         print("no model is on this machine; `tandem model get demo` fetches a small one")
     extra = [entry.nbytes for entry in kept() if entry.kind != "gguf"]
     if extra:
-        print(f"{size(sum(extra))} more are slices and headers of models from other machines (tandem model prune)")
+        print(f"{size(sum(extra))} more are slices, headers and adapters from other machines (tandem model prune)")
     return 0
 
 

@@ -20,7 +20,6 @@ from tandem.cli.arguments import filled_in
 from tandem.cli.screen import screen
 from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError
-from tandem.models.description import ModelDescription
 from tandem.models.kv_types import require_quantizable
 from tandem.planner.explain import Named, caveats, commands, plan_json, rate, serve_flags
 from tandem.planner.hardware import GIB, Machine
@@ -122,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     hosts = dataclasses.replace(hosts, machines=machines)
     model = _model(arguments, hosts)
-    request = _request(arguments, model.description)
+    request = _request(arguments, model)
     cluster = cluster_of(
         hosts,
         arguments.link or [],
@@ -196,7 +195,8 @@ def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     return Hosts(machines=[measured_machine(host) for host in profile.hosts])
 
 
-def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:
+def _request(arguments: argparse.Namespace, model: Planned) -> Request:
+    description = model.description
     if arguments.context is not None and arguments.context > description.max_context:
         raise ConfigError(
             f"--context {arguments.context}: the model was made for {description.max_context}; choose at most that",
@@ -204,7 +204,13 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
         )
     if arguments.kv_dtype != "auto":
         require_quantizable(description, arguments.kv_dtype)
-    return filled_in(Request, arguments, layouts=tuple(parse_layout(text) for text in arguments.layout or ()))
+    if arguments.max_loras > 0 and not model.lora_elements:
+        raise ConfigError(
+            f"--max-loras {arguments.max_loras}: adapters are counted from a model's files; name a directory with them",
+            param="max_loras",
+        )
+    layouts = tuple(parse_layout(text) for text in arguments.layout or ())
+    return filled_in(Request, arguments, layouts=layouts, lora_elements=model.lora_elements)
 
 
 def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, request: Request) -> None:

@@ -83,6 +83,7 @@ class Adapters:
                     param="adapter_path",
                 )
         self.unload(number)
+        products: dict[LoRA, dict[int, tuple[mx.array, mx.array]]] = {}
         for target, a, b in found.values():
             holder, name, module = _place(target)
             if isinstance(module, FusedPart):
@@ -93,15 +94,17 @@ class Adapters:
                     module = LoRALinear(module, LoRA(self._rows, self.most + 1, [target.outputs]))
                     put(holder, name, module)
                 lora, part = module.lora, 0
-            lora.put(number, part, a, b)
+            products.setdefault(lora, {})[part] = a, b
+        for lora, parts in products.items():
+            lora.put(number, parts)
 
     def unload(self, number: int) -> None:
         """Drop the adapter `number`, if it is loaded."""
         for target in (target for targets in self._targets.values() for target in targets.values()):
             holder, name, module = _place(target)
-            if isinstance(module, LoRALinear) and not module.lora.drop(number, 0):
+            if isinstance(module, LoRALinear) and not module.lora.drop(number):
                 put(holder, name, module.module)
-            elif isinstance(module, FusedPart) and (lora := module.product.lora) and not lora.drop(number, module.number):
+            elif isinstance(module, FusedPart) and (lora := module.product.lora) and not lora.drop(number):
                 module.product.lora = None
 
     def choose(self, rows: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -94,14 +94,14 @@ class LoRA:
         self._a: mx.array = mx.zeros(0)
         self._b: mx.array = mx.zeros(0)
 
-    def put(self, number: int, part: int, a: mx.array, b: mx.array) -> None:
-        """Set the adapter `number` of a part to `a` [I, r] and `b` [r, O]. Smaller ranks are padded with zeros."""
-        self._stack(self._pairs() | {(number, part): (a.T, b.T)})
+    def put(self, number: int, parts: Mapping[int, tuple[mx.array, mx.array]]) -> None:
+        """Set the adapter `number` to A [I, r] and B [r, O] of each of its `parts`. Smaller ranks are padded with zeros."""
+        self._stack(self._pairs() | {(number, part): (a.T, b.T) for part, (a, b) in parts.items()})
 
-    def drop(self, number: int, part: int) -> bool:
-        """Drop the adapter `number` of a part; return True if others remain."""
-        held = self._pairs()
-        if held.pop((number, part), None) is not None and held:
+    def drop(self, number: int) -> bool:
+        """Drop the adapter `number`; return True if others remain."""
+        held = {key: pair for key, pair in self._pairs().items() if key[0] != number}
+        if number in self._numbers and held:
             self._stack(held)  # zeros in its place, as the next adapter of this number may leave this layer alone
         return bool(held)
 

@@ -91,6 +91,8 @@ def fetch_files(source: Source, kind: str) -> Path:
         _fetch_whole(source, files, root)
     except OSError as error:
         raise _not_kept(root, error) from error
+    with suppress(OSError):  # another user's
+        os.utime(root)
     return root
 
 

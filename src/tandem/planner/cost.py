@@ -139,8 +139,11 @@ class Costs:
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Return the bytes of a rank's weights: its share of layers start..stop and of the head, plus replicated
-        weights."""
-        return footprint.stored_bytes(self.model, start, stop, part.share) * self.factor(part.machine)
+        weights and the room of LoRA adapters."""
+        request = self.request
+        slots = request.max_loras + 1 if request.max_loras else 0  # one of zeros
+        loras = slots * request.max_lora_rank * request.lora_elements * (stop - start) * self.item(part.machine)
+        return footprint.stored_bytes(self.model, start, stop, part.share) * self.factor(part.machine) + loras
 
     def kv(self, part: RankShare, layers: int, streams: int) -> float:
         """Return a rank's bytes of KV and recurrent state for `streams` sequences of the requested context."""

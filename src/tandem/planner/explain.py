@@ -315,7 +315,8 @@ def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
     flags += ["--max-context", str(plan.context)]  # by default the engine reserves memory for the model's full context
     flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
     default = Request()
-    for name in ("dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction"):
+    flags += ["--enable-lora"] if request.max_loras else []
+    for name in ("dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction", "max_loras", "max_lora_rank"):
         value = getattr(request, name)
         flags += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(default, name) else []
     return flags

@@ -71,6 +71,8 @@ def _check(machines: Sequence[Machine], request: Request) -> None:
     chunk, fraction = request.prefill_chunk, request.memory_fraction
     for name, value, ok, allowed in (
         ("streams", request.streams, request.streams >= 1, "must be at least 1"),
+        ("max_loras", request.max_loras, request.max_loras >= 0, "must be at least 0"),
+        ("max_lora_rank", request.max_lora_rank, request.max_lora_rank >= 1, "must be at least 1"),
         ("prefill_chunk", chunk, chunk is None or chunk >= 1, "must be at least 1"),
         ("memory_fraction", fraction, 0 < fraction <= 1, "must be above 0 and at most 1"),
         ("goal", request.goal, request.goal in (None, *GOALS), f"is not one of {', '.join(GOALS)}"),

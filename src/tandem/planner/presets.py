@@ -18,6 +18,7 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.errors import ConfigError
 from tandem.json_types import JsonObject
+from tandem.models.adapter_files import adapter_elements
 from tandem.models.caches import LayerCache
 from tandem.models.description import ModelDescription, describe, part_of_tensor, text_config
 from tandem.models.families.axes import Axis, Base
@@ -105,6 +106,8 @@ class Planned:
     note: str = ""
     copy: str = ""
     """Conventional hub id of a copy with these weights, if they differ from the published ones; else empty."""
+    lora_elements: float = 0.0
+    """Average numbers in a layer's LoRA adapter of rank 1; 0 without the model's files."""
 
 
 @cache
@@ -221,7 +224,9 @@ def _words(quant: str, packing: Packing | None, expert: Packing | None) -> str:
 def planned_files(files: ModelFiles) -> Planned:
     """Describe a model from its local headers. Raise `BrokenModel`, `UnsupportedModel`."""
     description = describe(files)
-    return Planned(description, read_experts(files, description))
+    layers = range(description.num_layers)
+    elements = adapter_elements(read_tensors(files), description, layers, 1) / len(layers)
+    return Planned(description, read_experts(files, description), lora_elements=elements)
 
 
 def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:

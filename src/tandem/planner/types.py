@@ -46,6 +46,11 @@ class Request:
     """Fraction of each machine's memory available to the plan."""
     layouts: tuple[ManualLayout, ...] = ()
     """Layouts to check instead of searching."""
+    max_loras: int = 0
+    """LoRA adapters to set memory aside for."""
+    max_lora_rank: int = 16
+    lora_elements: float = 0.0
+    """Average numbers in the A and B of a layer's adapters of rank 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

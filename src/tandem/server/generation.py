@@ -22,11 +22,14 @@ from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.thinking import ThinkingTokens, Thought, begin, follow
 from tandem.server.context import get_api, get_group, gone, new_id
 from tandem.server.engines.served_model import Served
-from tandem.server.failures import ClientGone, internal_error
+from tandem.server.failures import ClientGone, internal_error, refused
 from tandem.server.openai.schemas import SamplingFields
 from tandem.server.quotas import Lease
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer
+
+MOST_UNREAD = 16_384
+"""Most parts of each choice of a stream to keep for a client that reads slowly."""
 
 
 class Running(ABC):
@@ -434,6 +437,8 @@ class Generation(Running):
                 self._served.client.requests.abort(output.request_id, answered=True)
         if delta is not None:
             self._deltas.append(delta)
+        if len(self._deltas) > MOST_UNREAD * self.choices and not (self._awaits_end or self.error):
+            self.end(refused(408, f"The client has not read {len(self._deltas)} parts of its answer.", code="slow_client"))
 
     async def next(self) -> list[Delta] | None:
         """Wait for new text and return it (maybe an empty list); return None after a nudge. Raises RequestError."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
 from tandem.errors import UnavailableError
+from tandem.server import generation
+from tandem.server.connections import connection
 from tandem.testing import CHAT_TEMPLATE
 
 ASK = [{"role": "user", "content": "Weather?"}]
@@ -188,3 +191,40 @@ def test_keys_pauses_failures_and_clients_that_leave(serve, engine, wait_until):
     with server.http.stream("POST", "/api/chat", json={"model": "tiny", "messages": ASK}) as response:
         next(response.iter_lines())
     wait_until(lambda: not server.api.live and engine.aborted >= set(engine.submitted))
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+def test_a_client_that_stops_reading_is_ended_before_its_answer_fills_the_memory(
+    serve, engine, monkeypatch, wait_until, reads_on
+):
+    """Once 500 parts wait beyond the sockets' buffers, and then its connection after the time of all; others go on."""
+    monkeypatch.setattr(generation, "MOST_UNREAD", 500)
+    server, engine.reply, engine.outputs = serve(), engine.tokenizer.encode("word ", False) * 2000, 0
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of the connections that come, too
+    engine.set_status(max_context=100_000)
+    wait_until(lambda: server.knows(engine.status))
+    body = json.dumps({"model": "tiny", "messages": ASK, "options": {"num_predict": -1}})
+    head = f"POST /api/chat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.address)
+        client.sendall((head + body).encode())
+        wait_until(lambda: server.api.live)
+        [slow], own = server.api.live.values(), client.getsockname()
+        [sender] = [one for one in server.server.server_state.connections if one.client == own]
+        while not slow.error:
+            told, engine.outputs = slow.completion_tokens, 50
+            wait_until(lambda told=told: slow.error or slow.completion_tokens == told + 50)
+            wait_until(lambda: slow.error or not slow._deltas or sender.flow.write_paused)
+        wait_until(lambda: engine.aborted)
+        assert sender.flow.write_paused and len(slow._deltas) == 501
+        engine.outputs, engine.reply = None, engine.reply[:20]
+        assert joined(lines(ask(server)))["content"] == engine.text()
+        if reads_on:
+            with client.makefile("rb") as file:
+                last = next(line for line in file if line.startswith(b'{"error"'))
+            assert json.loads(last) == {"error": "The client has not read 501 parts of its answer."}
+        else:
+            monkeypatch.setattr(connection, "STALL_S", 0.5)
+            wait_until(lambda: sender not in server.server.server_state.connections)
+            wait_until(lambda: not server.api.live)

@@ -258,6 +258,8 @@ def _add_wanted(parser: argparse.ArgumentParser) -> None:
         "else throughput.",
     )
     add_as_for_serve(group, "dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction", "max_memory")
+    group.add_argument("--max-loras", type=int, default=0, metavar="N", help="LoRA adapters to set memory aside for [0]")
+    add_as_for_serve(group, "max_lora_rank")
     group.add_argument(
         "--layout",
         action="append",

@@ -118,6 +118,8 @@ class Replicas:
         """Merged status of the engines that answer, or the last one known; None before the first answer."""
         self.adapters: dict[str, str] = {}
         """Directories of the LoRA adapters that requests can name, by name."""
+        self._unloaded: set[str] = set()
+        """Adapters that new engines load by their settings, and must unload again."""
         self._taking = False
         """True while some engine takes requests."""
         self._load = Gauge(
@@ -179,13 +181,16 @@ class Replicas:
             self._router.set_role(index, member.role, status.prompt_tokens_s, status.prefix_room)
 
     def _tell_adapters(self, member: Member) -> None:
-        """Send an engine that became ready the adapters that it lacks, and take over those that only it has."""
+        """Send an engine that became ready the adapters that it lacks, and those that were unloaded; take over those that only
+        it has."""
         status, ready = member.client.status, member.state == "ready"
         if ready and not member.adapted and status is not None:
             theirs = {adapter.name: adapter.path for adapter in status.adapters}
             for name in self.adapters.keys() - theirs.keys():
                 start_task(member.client.change_adapter(name, self.adapters[name]), name="adapter")
-            self.adapters |= theirs
+            for name in self._unloaded & theirs.keys():
+                start_task(member.client.change_adapter(name), name="adapter")
+            self.adapters |= {name: path for name, path in theirs.items() if name not in self._unloaded}
         member.adapted = ready or (member.adapted and member.client.alive)
 
     async def change_adapter(self, name: str, path: str = "") -> None:
@@ -193,8 +198,8 @@ class Replicas:
 
         Raises RequestError.
         """
-        if not path:
-            self.adapters.pop(name, None)  # new requests get 404
+        if not path and self.adapters.pop(name, ""):  # new requests get 404
+            self._unloaded.add(name)
         clients = [member.client for member in self._members.values() if member.client.alive]
         answers = await asyncio.gather(*(client.change_adapter(name, path) for client in clients))
         done = [client for client, answer in zip(clients, answers, strict=True) if answer.status == 200]
@@ -203,6 +208,7 @@ class Replicas:
             raise Refused("", wrong.status, wrong.message, "adapter_refused", "lora_path" if path else "lora_name").as_error()
         if path:
             self.adapters[name] = path
+            self._unloaded.discard(name)
 
     def _merge(self) -> None:
         self._taking = why_none(self._members.values()) is None
