@@ -34,6 +34,9 @@ FAMILIES = {
     "gpt_oss": {"sliding_window": 8},
     "gemma2": {"sliding_window": 8},
     "qwen3_moe": {},
+    "qwen3_next": {"full_attention_interval": 2},
+    "mamba2": {},
+    "deepseek_v32": {},
 }
 PARAMS = {
     "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2),

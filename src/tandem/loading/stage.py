@@ -113,6 +113,7 @@ class StageModel:
         self.modules = modules
         """Loaded modules: layers by number, others by path."""
         self._pipeline_model = pipeline_model
+        pipeline_model.adapters = adapters if adapters.most else None
         self._kv: tuple[Groups | None, ...] = ()
 
     def forward(self, x: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:

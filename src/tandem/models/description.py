@@ -251,10 +251,6 @@ def _no_drafts(family: Family, caches: Sequence[LayerCache], scaling: object) ->
     known = scaling if isinstance(scaling, dict) and "alpha" not in scaling else {}  # alpha: one base (Hunyuan)
     if "dynamic" in (known.get("type"), known.get("rope_type")):
         return "its rotary embedding changes with a sequence's length (dynamic rope scaling)"
-    if not all(cache.can_be_cut for cache in caches):
-        return "the model's recurrent states cannot take back drafts"
-    if any(cache.listed for cache in caches):
-        return "the model's lists of caches cannot take back drafts"
     return family.one_by_one
 
 

@@ -23,7 +23,7 @@ from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_buffer import Attention, KVBufferLayer
-from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable
+from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, StateLayer, batchable
 
 IDLE = 8
 """Rows for which one may be idle."""
@@ -103,14 +103,24 @@ class KVStore(Rows):
     """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: used by the thread that
     owns MLX."""
 
-    def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0, attention: Attention | None = None) -> None:
+    def __init__(
+        self,
+        make_caches: Callable[[], list[Cache]],
+        drafts: int = 0,
+        attention: Attention | None = None,
+        *,
+        over_steps: bool = False,
+    ) -> None:
         """Create an empty store. `make_caches` returns new single-sequence mlx-lm caches, one per layer
         (StageModel.make_caches). `drafts`: maximum drafts per sequence and step; `attention`: for the KV buffers.
+        `over_steps`: True if `cut` may drop tokens of several steps.
 
         Raises UnsupportedModel if a layer's cache class cannot be batched, or not trimmed although there are drafts.
         """
         super().__init__()
-        self._layers: list[LayerStore] = [_layer_store(cache, drafts, attention) for cache in make_caches()]
+        self._layers: list[LayerStore] = [
+            _layer_store(cache, drafts, attention, 1 + drafts * over_steps) for cache in make_caches()
+        ]
         self._drafts = drafts
         self._shape = KVShape()
         self._allotted: KVShape | None = None
@@ -226,7 +236,7 @@ class KVStore(Rows):
 def may_idle(cache: Cache) -> bool:
     """Return True if a batch of caches of this class may have rows that are computed for nothing, at any length."""
     if isinstance(cache, CacheList):
-        return not all(type(one) is KVCache for one in cache.caches) and all(map(may_idle, cache.caches))
+        return all(map(may_idle, cache.caches))
     return type(cache) in (KVCache, RotatingKVCache, GroupedKVCache, ArraysCache) and batchable(cache)
 
 
@@ -300,19 +310,21 @@ def make_store(
     return RowsApart(make_caches, drafts, reason) if reason else KVStore(make_caches, drafts, attention)
 
 
-def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerStore:
-    """Return the store for a layer with single-sequence caches of this class. Exact classes, as subclasses may differ."""
+def _layer_store(cache: Any, drafts: int, attention: Attention | None, steps: int) -> LayerStore:
+    """Return the store for a layer with single-sequence caches of this class. Exact classes, as subclasses may differ.
+    `steps`: number of last steps within which rows can be cut."""
     if type(cache) is KVCache:
         return KVBufferLayer(attention=attention)
     if type(cache) is GroupedKVCache:
         return KVBufferLayer(attention=attention, groups=cache.groups)
     if type(cache) is RotatingKVCache and not cache.keep:
         return KVBufferLayer(window=cache.max_size, drafts=drafts, attention=attention)
-    # Layers with two KV caches write into mlx-lm's own arrays (deepseek_v32's index), so they use its batches.
-    if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
-        return ListLayer([_layer_store(one, drafts, attention) for one in cache.caches])
+    if type(cache) is CacheList:
+        return ListLayer([_layer_store(one, drafts, attention, steps) for one in cache.caches])
     if not batchable(cache):
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")
+    if drafts and type(cache) is ArraysCache:
+        return StateLayer(type(cache).__name__, steps)
     if drafts:
         raise UnsupportedModel(
             f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "

@@ -150,8 +150,11 @@ class Runner:
         micro_batch = self._micro_batches[plan.micro_batch]
         for request_id in plan.removes:
             next((one for one in self._micro_batches if request_id in one.held), micro_batch).remove(request_id)
+        rows = plan.spec_decode_plan.rows if plan.spec_decode_plan and plan.moves else ()
+        lengths = {row.request_id: row.length for row in rows}
         for move in plan.moves:
-            self._micro_batches[move.target].take(move.request_id, self._micro_batches[move.source])
+            source = self._micro_batches[move.source]
+            self._micro_batches[move.target].take(move.request_id, source, lengths.get(move.request_id))
         for one, shape in zip(self._micro_batches, plan.kv_shapes, strict=False):
             one.store.allot(shape)
         for insert in plan.inserts:
