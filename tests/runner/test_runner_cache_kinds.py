@@ -19,6 +19,7 @@ from tandem.runner import kv_store
 from tandem.runner.kv_store import KVStore, RowsApart, make_store, may_idle
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_rows import PromptRows, joined, row_of
+from tandem.runner.runner import Runner
 
 KINDS = {
     "deepseek_v3": "latent",
@@ -193,6 +194,8 @@ def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apar
     got = stage.head(stage.forward(mx.array([[9], [9]]), store.batch()))[:, -1]
     want = np.stack([prefilled(stage, prompt, 64).feed([9]) for prompt in prompts])
     np.testing.assert_allclose(np.array(got), want, rtol=1e-3, atol=2e-4)
+    with pytest.raises(UnsupportedModel, match="dynamic rope"):
+        Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=3)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "recurrent_gemma", "falcon_h1", "baichuan_m1", "kimi_k3", "hy_v4"])
@@ -262,7 +265,7 @@ def test_a_draft_models_states_are_taken_back_over_several_steps(tmp_path: Path)
 
 
 def test_drafts_are_refused_where_they_cannot_be_taken_back(tmp_path: Path) -> None:
-    stage = tiny_stage(tmp_path, "llama4")
+    stage = tiny_stage(tmp_path, "longcat_flash_ngram")
     with pytest.raises(UnsupportedModel, match="one by one"):
         make_store(stage.make_caches, 3, stage.one_by_one)
     assert isinstance(make_store(stage.make_caches, 0, stage.one_by_one), RowsApart)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.comm.group import StageGroup, dispatch
-from tandem.errors import BatchDesync, UsageError
+from tandem.errors import BatchDesync, UnsupportedModel, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.prefix import Prefix
@@ -117,6 +117,8 @@ class Runner:
         in a plan; `drafter`: draft model, on the sampling rank. `attention` replaces mlx-lm's in decode steps; `disk`: disk
         cache, None without one. Raises UnsupportedModel for drafts with a model whose caches cannot be trimmed.
         """
+        if drafts and stage.changing_rope:
+            raise UnsupportedModel(f"serve the model without speculative decoding: {stage.changing_rope}")
         self.stage = stage
         """Layers of this rank."""
         self._link = link
