@@ -42,11 +42,11 @@ def ready(rank: int, machine: str, **changes) -> Ready:
     )
 
 
-def room(*ranks: Ready, fraction: float = 0.85) -> int:
+def room(*ranks: Ready, fraction: float = 0.85, drafts: int = 0) -> int:
     layout = SimpleNamespace(
         max_context=1 << 20,
         micro_batches=1,
-        ranks=[SimpleNamespace(stages=2)],
+        ranks=[SimpleNamespace(stages=2, drafts=drafts)],
         description=SimpleNamespace(eos_token_ids=(), vocab_size=9),
     )
     settings = Settings(scheduler=SchedulerSettings(memory_fraction=fraction))
@@ -75,7 +75,7 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
     layout = SimpleNamespace(
         max_context=64,
         micro_batches=1,
-        ranks=[SimpleNamespace(stages=2)],
+        ranks=[SimpleNamespace(stages=2, drafts=0)],
         description=SimpleNamespace(eos_token_ids=(), vocab_size=9, num_heads=heads, num_kv_heads=8),
     )
     settings = Settings(speculation=SpeculationSettings(speculative_method="ngram", num_speculative_tokens=5))
@@ -87,7 +87,7 @@ def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
     layout = SimpleNamespace(
         max_context=1 << 20,
         micro_batches=1,
-        ranks=[SimpleNamespace(stages=2)],
+        ranks=[SimpleNamespace(stages=2, drafts=0)],
         description=SimpleNamespace(eos_token_ids=(), vocab_size=9),
     )
     ranks = (ready(0, "a", state_bytes=2**21), ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
@@ -95,6 +95,12 @@ def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
     assert limits.prefix_extra == 2**22 // 2**18, "positions of the rank that keeps some"
     free = 0.85 * 96 * GIB - 76 * GIB - 32 * 2**22
     assert 0.99 < limits.prefix_tokens * 2**18 / free <= 1, "what the rank with least memory has room for"
+
+
+def test_with_drafts_states_take_twice_their_memory():
+    sequences = (room(ready(0, "a")) - room(ready(0, "a", state_bytes=2**28))) >> 10
+    assert sequences == 33, "32 rows and a prompt"
+    assert (room(ready(0, "a")) - room(ready(0, "a", state_bytes=2**28), drafts=5)) >> 10 == 2 * sequences
 
 
 @pytest.mark.parametrize(("wired", "limit"), [("auto", None), ("off", 0)])

@@ -16,8 +16,8 @@ from tandem.testing import tiny_model
 
 NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4}
 LAYOUTS = {"inline": {}, "pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}, "tp2,1": {"parallel": (2, 1)}}
-MODELS = [("llama", layout) for layout in LAYOUTS] + [("gpt_oss", "inline"), ("gpt_oss", "pp2")]
-"""Windows in two of them; tests/runner has more."""
+MODELS = [("llama", layout) for layout in LAYOUTS] + [("gpt_oss", "inline"), ("gpt_oss", "pp2"), ("qwen3_next", "pp2")]
+"""Windows in two of them, states in one; tests/runner has more."""
 NEW = 150
 FEW = {11: 40.0, 12: 40.0, 13: 38.0, 2: 35.0}
 """Texts of few different tokens, 2 being the end: about half of what stood before comes again."""

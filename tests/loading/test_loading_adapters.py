@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
@@ -20,6 +20,7 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import describe
 from tandem.models.shard import plan_shards
+from tandem.runner.kv_store import KVStore
 from tandem.testing import tiny_model
 from thread_ranks import ThreadGroup
 from wide import wide_figures
@@ -287,3 +288,28 @@ def test_what_does_not_fit_a_layer_or_is_not_finite_is_refused_and_changes_nothi
     with pytest.raises(ModelNotFound, match="adapter_config"):
         read_adapter(str(tmp_path), describe(resolve(str(tiny / "model"))))
     np.testing.assert_array_equal(logits([stage]), before)
+
+
+def test_states_taken_back_are_computed_again_with_the_adapter_of_their_row(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "qwen3_next", dtype="float32")
+    keys = ["linear_attn.in_proj_qkvz"]
+    stage = adapted(model, range(4), tiny_adapter(model, tmp_path / "mlx", layers=4, rank=RANK, scale=SCALE, keys=keys))
+    store, rows = KVStore(stage.make_caches, 3), {"a": 1, "b": 0, "c": 1}
+    alone = {}
+    for name, adapter in rows.items():
+        stage.adapters.choose([adapter])
+        for tokens in ([5, 6, 7], [5, 6, 7, 8]):
+            alone[name] = stage.make_caches()
+            stage.forward(mx.array([tokens]), alone[name])
+            if len(tokens) == 3:
+                store.join(name, alone[name], 3)
+    stage.adapters.choose(list(rows.values()))
+    stage.forward(mx.array([[8, 9, 10]] * 3), store.batch([3] * 3))
+    store.leave("a")  # the last row takes its place
+    for name in "cb":
+        store.cut(name, 4)
+        for mine, theirs in zip(store.extract(name), alone[name], strict=True):
+            if isinstance(theirs, ArraysCache):
+                for one, other in zip(mine.state[0], theirs.state[0], strict=True):
+                    np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-3, atol=1e-4)
+    assert stage.adapters.chosen == [1, 0, 1]

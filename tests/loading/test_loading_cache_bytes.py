@@ -46,7 +46,7 @@ def assert_as_listed(family: str, stage: StageModel, description: ModelDescripti
         can_draft = "yes"
     except UnsupportedModel:
         can_draft = "no"
-    assert drafts == can_draft == ("no" if description.no_drafts else "yes")
+    assert drafts.partition(":")[0] == can_draft == ("no" if description.no_drafts else "yes")
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
@@ -144,7 +144,6 @@ def test_stages_have_the_bytes_of_their_own_layers(tmp_path: Path) -> None:
 def test_the_models_that_people_ask_for() -> None:
     deepseek = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
     assert layer_caches(deepseek, 61, 2 * 128 * 192) == (LayerCache("latent", 576),) * 61
-    assert not any(cache.can_be_cut is False for cache in layer_caches(deepseek, 61, 0))
     coder = {
         "linear_num_value_heads": 32,
         "linear_num_key_heads": 16,
@@ -155,6 +154,6 @@ def test_the_models_that_people_ask_for() -> None:
     }
     caches = layer_caches(coder, 48, 2 * 2 * 256)
     assert [cache.kind for cache in caches[:4]] == ["state"] * 3 + ["positions"]
-    assert caches[0].float32 == 32 * 128 * 128 and not caches[0].can_be_cut
+    assert caches[0].float32 == 32 * 128 * 128
     assert caches[0].state - caches[0].float32 == 3 * (2 * 16 * 128 + 32 * 128)
     assert layer_caches({}, 2, 64) == (LayerCache("positions", 64),) * 2

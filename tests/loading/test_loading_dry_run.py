@@ -110,15 +110,15 @@ def test_what_mlx_says_in_many_lines_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in found.value.message
 
 
-def test_drafts_for_a_recurrent_model_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_drafts_that_cannot_be_taken_back_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     from tandem.config.settings import SpeculationSettings
 
     settings = Settings(
-        model=ModelSettings(model=str(tiny_model(tmp_path, "mamba2"))),
+        model=ModelSettings(model=str(tiny_model(tmp_path, "longcat_flash_ngram"))),
         parallel=ParallelSettings(),
         speculation=SpeculationSettings(speculative_method="ngram"),
     )
-    with pytest.raises(ConfigError, match="mamba2 takes no drafts: the model.s recurrent states cannot"):
+    with pytest.raises(ConfigError, match="longcat_flash_ngram takes no drafts: its n-grams are looked up"):
         plan_layout(settings)
 
 

@@ -8,17 +8,18 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from stages import tiny_stage
 from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.kv.store import Layers, unsupported
-from tandem.loading.prefix import STORABLE, Prefix, kinds_of, trimmable
+from tandem.loading.prefix import STORABLE, Prefix, kinds_of, members, trimmable
 from tandem.loading.stage import StageModel
 from tandem.runner import kv_store
-from tandem.runner.kv_store import RowsApart, make_store, may_idle
+from tandem.runner.kv_store import KVStore, RowsApart, make_store, may_idle
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_rows import PromptRows, joined, row_of
+from tandem.runner.runner import Runner
 
 KINDS = {
     "deepseek_v3": "latent",
@@ -193,11 +194,78 @@ def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apar
     got = stage.head(stage.forward(mx.array([[9], [9]]), store.batch()))[:, -1]
     want = np.stack([prefilled(stage, prompt, 64).feed([9]) for prompt in prompts])
     np.testing.assert_allclose(np.array(got), want, rtol=1e-3, atol=2e-4)
+    with pytest.raises(UnsupportedModel, match="dynamic rope"):
+        Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "recurrent_gemma", "falcon_h1", "baichuan_m1", "kimi_k3", "hy_v4"])
+def test_rows_are_taken_back_to_any_of_a_steps_tokens_on_each_stage(family: str, tmp_path: Path) -> None:
+    """Delta rule, Mamba 2, recurrent and window, states beside keys, lists, states and earlier outputs, an index: rows take up
+    to 4 tokens a step, of which the first few count. Logits and states are those of one token at a time."""
+    stages = [tiny_stage(tmp_path, family, dtype="float32", part=part) for part in (range(2), range(2, 4))]
+    rng, stores = random.Random(4), [KVStore(stage.make_caches, 3) for stage in stages]
+    alone: dict[str, list[Alone]] = {}
+
+    def feed(name: str, token: int) -> None:
+        x = mx.array([[token]])
+        for one in alone[name]:
+            x = one.stage.forward(x, one.caches)
+            mx.eval(x, [cache.state for cache in one.caches])
+
+    for step in range(7):
+        if step in (0, 1, 4):
+            name = str(step)
+            alone[name] = [Alone(stage) for stage in stages]
+            for token in (5, 9, 70 + step, 31):
+                feed(name, token)
+            for store, one in zip(stores, alone[name], strict=True):
+                store.join(name, [row_of(cache, 0, 4) for cache in one.caches], 4)
+        if step == 3:
+            for store in stores:
+                store.leave("0")
+            del alone["0"]
+        ids = stores[0].ids
+        counts = [rng.randint(1, 4) for _ in ids]
+        x = mx.array(tokens := [[rng.randrange(300) for _ in range(max(counts))] for _ in ids])
+        for stage, store in zip(stages, stores, strict=True):
+            x = stage.forward(x, store.batch(counts))
+        got = np.array(stages[-1].head(x))
+        for row, (name, count) in enumerate(zip(ids, counts, strict=True)):
+            kept = rng.randint(1, count)
+            for token in tokens[row][:kept]:
+                feed(name, token)
+            for store in stores:
+                store.cut(name, store.length(name) - count + kept)
+            assert np.isfinite(got[row, kept - 1]).all()
+        if step in (2, 5, 6):
+            for store, one in zip(stores, alone[ids[-1]], strict=True):
+                for mine, theirs in zip(members(store.extract(ids[-1])), members(one.caches), strict=True):
+                    if type(theirs) is ArraysCache:
+                        for a, b in zip(mine.state[0], theirs.state[0], strict=True):
+                            np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=2e-4)
+    for name, own in alone.items():
+        x, y = mx.array([[7]]), mx.array([[7]])
+        for store, one in zip(stores, own, strict=True):
+            x, y = one.stage.forward(x, store.extract(name)), one.stage.forward(y, one.caches)
+        np.testing.assert_allclose(np.array(x), np.array(y), rtol=1e-3, atol=2e-4)
+
+
+def test_a_draft_models_states_are_taken_back_over_several_steps(tmp_path: Path) -> None:
+    stage = tiny_stage(tmp_path, "mamba2", dtype="float32")
+    for kept in range(1, 5):
+        store, own = KVStore(stage.make_caches, 3, over_steps=True), prefilled(stage, [5, 6, 7], 3)
+        store.join("a", prefilled(stage, [5, 6, 7], 3).caches, 3)
+        stage.forward(mx.array([[9, 10]]), store.batch([2]))
+        for token in (11, 12):
+            stage.forward(mx.array([[token]]), store.batch())
+        own.feed([9, 10, 11, 12][:kept])
+        store.cut("a", 3 + kept)
+        got = stage.head(stage.forward(mx.array([[8]]), store.batch()))[0, -1]
+        np.testing.assert_allclose(np.array(got), own.feed([8]), rtol=1e-3, atol=2e-4)
 
 
 def test_drafts_are_refused_where_they_cannot_be_taken_back(tmp_path: Path) -> None:
-    for family, words in (("mamba2", "ArraysCache"), ("llama4", "one by one")):
-        stage = tiny_stage(tmp_path / family, family)
-        with pytest.raises(UnsupportedModel, match=words):
-            make_store(stage.make_caches, 3, stage.one_by_one)
+    stage = tiny_stage(tmp_path, "longcat_flash_ngram")
+    with pytest.raises(UnsupportedModel, match="one by one"):
+        make_store(stage.make_caches, 3, stage.one_by_one)
     assert isinstance(make_store(stage.make_caches, 0, stage.one_by_one), RowsApart)

@@ -271,7 +271,7 @@ def test_cuts_and_counts_that_no_drafts_explain_are_refused() -> None:
         with pytest.raises(ValueError, match="at most 2 drafts"):
             store.batch(counts)
     with pytest.raises(UnsupportedModel, match="without speculative decoding"):
-        KVStore(lambda: [ArraysCache(1)], drafts=2)
+        KVStore(lambda: [type("Other", (KVCache,), {})()], drafts=2)
 
 
 def test_rows_of_one_length_agree(model: Any) -> None:

@@ -34,6 +34,11 @@ FAMILIES = {
     "gpt_oss": {"sliding_window": 8},
     "gemma2": {"sliding_window": 8},
     "qwen3_moe": {},
+    "qwen3_next": {"full_attention_interval": 2},
+    "mamba2": {},
+    "deepseek_v32": {},
+    "llama4": {"attention_chunk_size": 8},
+    "gemma3n": {"sliding_window": 8},
 }
 PARAMS = {
     "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2),
@@ -44,8 +49,9 @@ PARAMS = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
+    layers = 4 if request.param in ("llama4", "gemma3n") else 2
     return tiny_stage(
-        tmp_path_factory.mktemp("model"), request.param, layers=2, config=FAMILIES[request.param], loaded_as="float32"
+        tmp_path_factory.mktemp("model"), request.param, layers=layers, config=FAMILIES[request.param], loaded_as="float32"
     )
 
 

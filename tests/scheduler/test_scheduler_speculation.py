@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
-from tandem.protocol.step import SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
+from tandem.protocol.step import SpecDecodePlan, SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.ngram import NgramIndex
-from tandem.speculation.proposers import RETRY, SpeculationLimits, StepCosts, best_drafts
+from tandem.speculation.proposers import RETRY, Speculation, SpeculationLimits, StepCosts, best_drafts
 
 EOS, VOCAB, DRAFTS = 0, 9, 4
 
@@ -332,3 +332,18 @@ def test_the_number_of_drafts_follows_gain_and_cost() -> None:
     assert best_drafts([([7, 8, 9, 1], 0.95)], costs) == [[7, 8, 9, 1]]
     assert best_drafts([([7, 8, 9, 1], 0.2)], costs) is None
     assert best_drafts([([], 0.95)], costs) is None
+
+
+@pytest.mark.parametrize(("runs", "cost"), [(1, 1.9), (50, 1.5)], ids=["drafts in every other step", "drafts in most steps"])
+def test_what_the_step_after_drafts_takes_longer_is_part_of_their_cost(runs: int, cost: float) -> None:
+    def plan(*tokens: int) -> StepPlan:
+        return StepPlan(0, 0, decode=["a"], spec_decode_plan=SpecDecodePlan([SpecDecodeRow("a", 5, list(tokens))]))
+
+    speculation = Speculation(SpeculationLimits(drafts=3))
+    for _ in range(4):
+        speculation.took(StepPlan(0, 0, decode=["a"]), 1.0, ahead=True)
+    for _ in range(4):
+        for _ in range(runs):
+            speculation.took(plan(1, 2, 3, 4), 1.5, ahead=False)
+        speculation.took(plan(1), 1.4, ahead=False)
+    assert speculation._costs.ratio(1, 4) == pytest.approx(cost, abs=0.1)

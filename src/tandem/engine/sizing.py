@@ -142,7 +142,8 @@ def _kv_tokens(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Read
     for ready in ranks:
         pools.setdefault(_device(ready), []).append(ready)
     prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # an explicit --kv-tokens includes the prefix cache
-    sequences = held_sequences(chosen.max_batch_size, layout.micro_batches)
+    # With drafts also the states before the step, from which accepted tokens are computed again.
+    sequences = held_sequences(chosen.max_batch_size, layout.micro_batches) * (1 + (layout.ranks[0].drafts > 0))
     room = [
         kv_capacity(
             together[0].memory_bytes,

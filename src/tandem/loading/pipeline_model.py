@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.adapters import Adapters
 from tandem.loading.mlx_lm_models import FAILURES
+from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.shard_modules import at, put
-from tandem.loading.stage_caches import GroupedMask, OtherStageCache, cache_kind
+from tandem.loading.stage_caches import GroupedMask, NotedLayer, OtherStageCache, Placeholder, cache_kind
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
 from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
@@ -66,8 +68,10 @@ class PipelineModel:
         self._places = [self._place(i) for i in range(len(self._made))]
         self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
         self._grouped_scores = grouped_scores
-        self._in_run: list[nn.Module | _Placeholder] = []
-        self._in_head: list[nn.Module | _Placeholder] = []
+        self.adapters: Adapters | None = None
+        """LoRA adapters of the layers, for calls that compute states again; None without any."""
+        self._in_run: list[nn.Module | Placeholder] = []
+        self._in_head: list[nn.Module | Placeholder] = []
         self._try()
         for module in model.modules():
             for name in set(module) - before.get(id(module), set(module)):
@@ -186,7 +190,7 @@ class PipelineModel:
                 f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: {one_line(error)}"
             ) from error
 
-    def _placeholder(self, i: int) -> nn.Module | _Placeholder:
+    def _placeholder(self, i: int) -> nn.Module | Placeholder:
         layer, last = self.layers[i], self.own.stop - 1
         if i == self.own.start - 1:
             return _Source(layer, self._received, self._extras[i])
@@ -195,6 +199,8 @@ class PipelineModel:
             after = self._stage_payload.forwarded and self.own.start == 0 and i > last
             inputs = _ForwardedInputs(self._received, forwarded) if after else None
             return _OtherStage(layer, self._extras[i], self._family.hidden, inputs, i == len(self.layers) - 1)
+        if ArraysCache in map(type, members(self._made[at] for at in [self._cache_of[i]] if at is not None)):
+            layer = NotedLayer(layer, self.adapters)
         if forwarded:
             layer = _TakesForwarded(layer, _ForwardedInputs(self._received, forwarded), take=self.own.start > 0)
         if i < last:
@@ -202,7 +208,7 @@ class PipelineModel:
         later = self._stage_payload.forwarded and self.own.start == 0 and self.own.stop < len(self.layers)
         return _KeepsOutput(layer, self._received) if later else _End(layer)
 
-    def _call(self, layers: Sequence[nn.Module | _Placeholder], tokens: mx.array, caches: list[Cache]) -> object:
+    def _call(self, layers: Sequence[nn.Module | Placeholder], tokens: mx.array, caches: list[Cache]) -> object:
         try:
             with self._layers_are(layers):
                 self.model(tokens, cache=caches)
@@ -211,7 +217,7 @@ class PipelineModel:
         raise UnsupportedModel("its forward pass leaves out the last layer")
 
     @contextmanager
-    def _layers_are(self, layers: Sequence[nn.Module | _Placeholder]) -> Iterator[None]:
+    def _layers_are(self, layers: Sequence[nn.Module | Placeholder]) -> Iterator[None]:
         whole = self._holder[self._name]
         self._holder[self._name] = layers
         try:
@@ -355,23 +361,7 @@ def _numbered(seen: _Seen, places: Sequence[int | str], forwarded: list[mx.array
     return found
 
 
-class _Placeholder:
-    """Replacement for a layer in the model's list. Attributes and class are the layer's, since models check them."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    # isinstance falls back to this after the real type.
-    __class__ = property(lambda self: type(self._layer))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._layer
-
-
-class _OtherStage(_Placeholder):
+class _OtherStage(Placeholder):
     """Placeholder for a layer of another stage: returns its input in the form of the layer's output.
 
     With `forwarded` the first stage stores that layer's forwarded inputs; with `ends` the call then ends.
@@ -392,7 +382,7 @@ class _OtherStage(_Placeholder):
         return (h, *self._extras) if self._extras else h
 
 
-class _TakesForwarded(_Placeholder):
+class _TakesForwarded(Placeholder):
     """Placeholder for an own layer with forwarded inputs: stores them on the first stage, inserts them on others."""
 
     def __init__(self, layer: nn.Module, forwarded: _ForwardedInputs, *, take: bool) -> None:
@@ -406,7 +396,7 @@ class _TakesForwarded(_Placeholder):
         return self._layer(*args, **kwargs)
 
 
-class _KeepsOutput(_Placeholder):
+class _KeepsOutput(Placeholder):
     """Placeholder for a first stage's last layer, if later layers' forwarded inputs are still to be stored."""
 
     def __init__(self, layer: nn.Module, received: _Received) -> None:
@@ -418,7 +408,7 @@ class _KeepsOutput(_Placeholder):
         return self._received.out
 
 
-class _Source(_Placeholder):
+class _Source(Placeholder):
     """Placeholder for the layer before the first own one: returns the values that this stage received."""
 
     def __init__(self, layer: nn.Module, received: _Received, extras: int) -> None:
@@ -429,7 +419,7 @@ class _Source(_Placeholder):
         return self._received.as_output(self._extras)
 
 
-class _End(_Placeholder):
+class _End(Placeholder):
     """Placeholder for the last own layer: runs it and ends the call."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -461,7 +451,7 @@ class _Projection(nn.Module):
         raise _Reached(h)
 
 
-class _Watched(_Placeholder):
+class _Watched(Placeholder):
     """Wrapper of a layer that reports its arguments and output to `tell`."""
 
     def __init__(self, layer: nn.Module, caches: Sequence[Cache], tell: Callable[[_Seen], None]) -> None:

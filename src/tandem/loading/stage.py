@@ -54,6 +54,11 @@ _OTHER_TABLES = frozenset(("wpe", "embed_tokens_per_layer", "embedders"))
 class Apart(list[list[Cache]]):
     """Caches of a batch whose sequences run one at a time: per row, the caches of a single sequence."""
 
+    def __init__(self, rows: Sequence[list[Cache]], counts: Sequence[int]) -> None:
+        """Store the rows' caches. `counts`: tokens of each row in the next call; the rest is padding."""
+        super().__init__(rows)
+        self.counts = counts
+
 
 _STEP = KVCache.step
 """Positions by which mlx-lm's caches grow."""
@@ -104,7 +109,9 @@ class StageModel:
         """Type of the activations in the payload between stages."""
         self.shard = shard
         """Part of each layer on this rank; None for all of it."""
-        self.one_by_one = family_of(description.family).one_by_one or _changing_rope(pipeline_model.model)
+        self.changing_rope = _changing_rope(pipeline_model.model)
+        """Reason why keys depend on how a sequence is cut into calls; empty if they do not."""
+        self.one_by_one = family_of(description.family).one_by_one or self.changing_rope
         """Reason why sequences of a batch run one at a time; empty if they run together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
@@ -113,6 +120,7 @@ class StageModel:
         self.modules = modules
         """Loaded modules: layers by number, others by path."""
         self._pipeline_model = pipeline_model
+        pipeline_model.adapters = adapters if adapters.most else None
         self._kv: tuple[Groups | None, ...] = ()
 
     def forward(self, x: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
@@ -124,7 +132,8 @@ class StageModel:
             rows, parts = self.adapters.chosen, []
             for i, own in enumerate(caches):
                 self.adapters.choose(rows[i : i + 1])
-                parts.append(self.forward(x[i : i + 1], own))
+                part = self.forward(x[i : i + 1, : caches.counts[i]], own)
+                parts.append(mx.pad(part, [(0, 0), (0, x.shape[1] - part.shape[1]), (0, 0)]))
             return mx.concatenate(parts)
         h = self._pipeline_model.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)

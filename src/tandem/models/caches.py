@@ -32,15 +32,6 @@ class LayerCache:
     whole: int = 0
     """Elements of `position` without a head axis, which every rank of a stage replicates (an index's keys)."""
 
-    listed: bool = False
-    """Whether the layer has a CacheList in mlx-lm, from which rows of a batch cannot drop positions."""
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether the last positions can be dropped, as cached prefixes of any length need; otherwise state snapshots
-        are used."""
-        return not self.state
-
     @property
     def replicated(self) -> bool:
         """Whether every rank of a stage holds the whole cache, since it has no head axis to split."""
@@ -83,10 +74,10 @@ def _attention(config: JsonMapping, plain: int) -> LayerCache:
         head = rope + int(config.get("qk_nope_head_dim", 0)) + int(config.get("v_head_dim", 0))
         return LayerCache("positions", int(config.get("num_attention_heads", 1)) * head)
     if kind in _TWO_ATTENTIONS:
-        return LayerCache("latent", 2 * (latent + rope), listed=True)
+        return LayerCache("latent", 2 * (latent + rope))
     index = config.get("index_head_dim")  # deepseek_v32: a second cache, of the index's keys and values as wide
     keys = 2 * index if isinstance(index, int) else 0
-    return LayerCache("latent", latent + rope + keys, listed=keys > 0)
+    return LayerCache("latent", latent + rope + keys)
 
 
 def index_heads(config: JsonMapping) -> int:
@@ -198,7 +189,7 @@ def _shared_index(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a hy_v4 layer: a latent, and the index's keys unless it shares what another one selected."""
     shared = indexers(config, i + 1)[i] == "shared"
     keys = 0 if shared else int(config.get("index_head_dim", 128))
-    return LayerCache("latent", int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) + keys, listed=True)
+    return LayerCache("latent", int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) + keys)
 
 
 def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
@@ -206,7 +197,7 @@ def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
     kinds = config.get("layer_types") or ["linear_attention"] * 3 + ["full_attention"]
     if kinds[i % len(kinds)] != "linear_attention":
         keys = 0 if indexers(config, i + 1)[i] == "shared" else int(config.get("index_head_dim", 128))
-        return LayerCache("latent", int(config["kv_lora_rank"]) + keys // int(config.get("index_kpool", 16)), listed=True)
+        return LayerCache("latent", int(config["kv_lora_rank"]) + keys // int(config.get("index_kpool", 16)))
     heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
     own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
     state = _state({"linear_attn_config": {**own, **(config.get("linear_attn_config") or {})}})
@@ -220,8 +211,8 @@ def _deepseek_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
     listed, count = config.get("compress_ratios"), int(config["num_hidden_layers"])
     ratio = listed[i] if listed else 0 if i in (0, count - 1) else 4 if i % 2 else 128
     if ratio != 4:
-        return LayerCache("latent", head + (head // ratio if ratio else 0), listed=ratio > 0)
-    return LayerCache("latent", head + (head + index) // 4, 2 * 2 * 4 * (head + index), listed=True)
+        return LayerCache("latent", head + (head // ratio if ratio else 0))
+    return LayerCache("latent", head + (head + index) // 4, 2 * 2 * 4 * (head + index))
 
 
 def _qwen4_exp(config: JsonMapping, i: int, plain: int) -> LayerCache:
@@ -229,7 +220,7 @@ def _qwen4_exp(config: JsonMapping, i: int, plain: int) -> LayerCache:
     n-grams the inputs of one more convolution."""
     if _layer_kind(config, i) == "attention":
         index = int(config.get("indexer_head_dim", 128))
-        return LayerCache("positions", plain + index + index // int(config.get("indexer_compress_ratio", 4)), listed=True)
+        return LayerCache("positions", plain + index + index // int(config.get("indexer_compress_ratio", 4)))
     state = _state(config)
     assert state is not None
     taps = int(config.get("ple_conv_kernel_size", 4)) - 1

@@ -17,7 +17,7 @@ from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.json_types import JsonObject
-from tandem.models.caches import LayerCache, index_heads, layer_caches
+from tandem.models.caches import index_heads, layer_caches
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
@@ -223,7 +223,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             token_elements=sum(cache.position for cache in caches) / len(caches),
             state_elements=sum(cache.state for cache in caches) / len(caches),
             float32_elements=sum(cache.float32 for cache in caches) / len(caches),
-            no_drafts=_no_drafts(family, caches, known.get("rope_scaling")),
+            no_drafts=_no_drafts(family, known.get("rope_scaling")),
             replicated_cache=any(cache.replicated for cache in caches),
             whole_elements=sum(cache.whole for cache in caches) / len(caches),
             index_heads=index_heads(known),
@@ -246,15 +246,11 @@ def describe(files: ModelFiles) -> ModelDescription:
         )
 
 
-def _no_drafts(family: Family, caches: Sequence[LayerCache], scaling: object) -> str:
+def _no_drafts(family: Family, scaling: object) -> str:
     known = scaling if isinstance(scaling, dict) and "alpha" not in scaling else {}  # alpha: one base (Hunyuan)
     if "dynamic" in (known.get("type"), known.get("rope_type")):
         return "its rotary embedding changes with a sequence's length (dynamic rope scaling)"
-    if not all(cache.can_be_cut for cache in caches):
-        return "the model's recurrent states cannot take back drafts"
-    if any(cache.listed for cache in caches):
-        return "the model's lists of caches cannot take back drafts"
-    return family.one_by_one
+    return "" if family.can_draft else family.one_by_one
 
 
 def _nearest(name: object) -> str:

@@ -139,8 +139,10 @@ def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDe
 
 
 def rank_states(description: ModelDescription, spec: StageSpec, sequences: int, *, gpu: bool) -> int:
-    """Return the bytes of the recurrent states of `sequences` sequences on a rank."""
-    return int(sequences * spec.share * state_bytes(description, len(range(*spec.layers)), spec.dtype, gpu=gpu))
+    """Return the bytes of the recurrent states of `sequences` sequences on a rank; with drafts also of those before a step."""
+    return int(
+        (1 + (spec.drafts > 0)) * sequences * spec.share * state_bytes(description, len(range(*spec.layers)), spec.dtype, gpu=gpu)
+    )
 
 
 # ---- activations

@@ -56,7 +56,7 @@ class Drafter:
         """Whole draft model, as one stage."""
         self._drafts = drafts
         self._vocab = min(vocab_size, stage.vocab_size)
-        self._stores = [KVStore(stage.make_caches, drafts) for _ in range(micro_batches)]
+        self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
         self._known: dict[str, _Known] = {}
 
     @property

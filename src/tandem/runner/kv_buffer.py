@@ -76,6 +76,8 @@ class KVBufferLayer:
         groups = self._groups
         news = (keys, values) if groups is None else (*quantized(keys, groups).parts, *quantized(values, groups).parts)
         for part, new in zip(self._parts, news, strict=True):
+            if not new.size:
+                continue  # MLX cannot scatter an index's values of width 0
             if together:
                 part[: self._rows, :, start : start + step.width] = new
             else:
@@ -115,6 +117,24 @@ class KVBufferLayer:
             return None
         longest = min(step.longest, self._ring - 1) if self._ring else step.longest
         return self._attention(queries, keys, values, step.held(self._ring), longest, scale)
+
+    @property
+    def keys(self) -> mx.array:
+        """Buffer of the keys. Models let it depend on what they compute beside attention (deepseek_v32's index)."""
+        return self._parts[0]
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._parts[0] = keys
+
+    @property
+    def values(self) -> mx.array:
+        """Buffer of the values, which an index without values replaces by zeros."""
+        return self._parts[1]
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._parts[1] = values
 
     # ---- called by the store
 

@@ -7,7 +7,7 @@ whole batch, and adds, removes and extracts rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
+from tandem.loading.stage_caches import LayerCall, StateBatch
 from tandem.protocol.step import KVShape
 
 
@@ -202,7 +203,7 @@ class MergedLayer:
 
     def join(self, cache: Any, length: int, row: int) -> None:
         """Add a row: see LayerStore."""
-        new = type(cache).merge([cache])
+        new = self._merged(cache)
         if self._batch is None:
             self._batch = new
         else:
@@ -210,6 +211,9 @@ class MergedLayer:
         self._rows += 1
         if row < self._rows - 1:
             self.settle(self._rows - 1, {row: self._rows - 1}, ())
+
+    def _merged(self, cache: Any) -> Any:
+        return type(cache).merge([cache])
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return nothing, as `settle` gathers rows itself."""
@@ -240,6 +244,87 @@ class MergedLayer:
         offset = getattr(self._batch, "offset", None)
         if isinstance(offset, mx.array) and offset.tolist() != list(lengths):
             raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")
+
+
+@dataclass
+class _NotedStep:
+    """Step whose rows of recurrent states can be taken back."""
+
+    width: int
+    began: list[tuple[int, int] | None]
+    """By row: its number and length when the step began; None for a row that joined later, or that was taken back."""
+    call: LayerCall | None = None
+
+    def note(self, call: LayerCall) -> None:
+        """Store the layer's call."""
+        self.call = call
+
+
+class StateLayer(MergedLayer):
+    """Rows of recurrent states that can be taken back.
+
+    A step of several tokens leaves each row's states after the last of them. Before anything reads the states of a row with
+    fewer valid tokens, its layer is called again with those alone, from the states before the step.
+    """
+
+    def __init__(self, kind: str, steps: int = 1) -> None:
+        """Create an empty layer. `steps`: number of last steps within which rows can be taken back."""
+        super().__init__(kind)
+        self._kept = steps
+        self._steps: list[_NotedStep] = []
+
+    def join(self, cache: Any, length: int, row: int) -> None:
+        """Add a row: see LayerStore."""
+        for step in self._steps:
+            step.began.append(None)
+        super().join(cache, length, row)
+
+    def _merged(self, cache: Any) -> Any:
+        return StateBatch.merge([cache])
+
+    def settle(self, rows: int, moves: Mapping[int, int], copies: Sequence[mx.array]) -> None:
+        """Move rows: see LayerStore."""
+        for step in self._steps:
+            step.began = [step.began[moves.get(row, row)] for row in range(rows)]
+        super().settle(rows, moves, copies)
+
+    def begin(self, step: RowStep) -> None:
+        """Take rows back to the step's lengths, and note the step unless it is the only one to keep and has one token per row."""
+        self._take_back(enumerate(step.lengths))
+        del self._steps[: max(len(self._steps) + 1 - self._kept, 0)]
+        self._batch.note = None
+        if step.width > 1 or self._kept > 1:
+            self._steps.append(_NotedStep(step.width, list(enumerate(step.lengths))))
+            self._batch.note = self._steps[-1].note
+
+    def extract(self, row: int, length: int) -> Any:
+        """Return a copy of one row: see LayerStore."""
+        self._take_back([(row, length)])
+        return super().extract(row, length)
+
+    def _take_back(self, lengths: Iterable[tuple[int, int]]) -> None:
+        """Take rows back to their lengths, given as (row, length). Rows of one step and as many valid tokens share a call."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for row, length in lengths:
+            for number, step in reversed(list(enumerate(self._steps))):
+                if (began := step.began[row]) is None or length >= began[1] + step.width:
+                    break
+                if length >= began[1]:
+                    groups.setdefault((number, length - began[1]), []).append((row, began[0]))
+                    break
+        for (number, count), group in groups.items():
+            rows, then = zip(*group, strict=True)
+            call = self._steps[number].call
+            assert call is not None
+            states = call.states(then, count)
+            if len(rows) < self._rows:
+                at, news = mx.array(rows, dtype=mx.int32), states
+                states = [state[...] for state in self._batch.cache]
+                for state, new in zip(states, news, strict=True):
+                    state[at] = new
+            self._batch.cache = states
+            for step in self._steps:
+                step.began = [None if row in rows else one for row, one in enumerate(step.began)]
 
 
 def batchable(cache: Cache) -> bool:

@@ -15,16 +15,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
 from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.kv.budget import kv_shape
+from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_buffer import Attention, KVBufferLayer
-from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable
+from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, StateLayer, batchable
 
+_DROPPING = (KVCache, GroupedKVCache, RotatingKVCache, ChunkedKVCache)
+"""Classes of single-sequence caches that can drop the last positions of a call of several tokens."""
 IDLE = 8
 """Rows for which one may be idle."""
 
@@ -32,7 +35,9 @@ IDLE = 8
 class Rows:
     """Request ids in row order, with rows and lengths. Stores update them as rows join, move and leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: int = 0) -> None:
+        """Create an empty table. `drafts`: maximum drafts per sequence and step."""
+        self._drafts = drafts
         self._ids: list[str] = []
         """Request id of each row; empty for an idle one."""
         self.idles = False
@@ -60,6 +65,14 @@ class Rows:
         """Return the tokens whose KV the sequence's row holds, including the step last started by `batch`. Raises KeyError if
         unknown."""
         return self._lengths[self._rows[request_id]]
+
+    def _cut(self, request_id: str, length: int) -> int:
+        """Set a row's length; return the number of tokens dropped. See `KVStore.cut`."""
+        row = self._rows[request_id]
+        if not max(self._lengths[row] - self._drafts, 1) <= length <= self._lengths[row]:
+            raise ValueError(f"a row of {self._lengths[row]} tokens with at most {self._drafts} drafts cannot be cut to {length}")
+        dropped, self._lengths[row] = self._lengths[row] - length, length
+        return dropped
 
     def _add(self, request_id: str, length: int) -> int:
         """Take the first idle row, or append one; return its number. Raises ValueError for a known id or an empty row."""
@@ -103,15 +116,24 @@ class KVStore(Rows):
     """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: used by the thread that
     owns MLX."""
 
-    def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0, attention: Attention | None = None) -> None:
+    def __init__(
+        self,
+        make_caches: Callable[[], list[Cache]],
+        drafts: int = 0,
+        attention: Attention | None = None,
+        *,
+        over_steps: bool = False,
+    ) -> None:
         """Create an empty store. `make_caches` returns new single-sequence mlx-lm caches, one per layer
         (StageModel.make_caches). `drafts`: maximum drafts per sequence and step; `attention`: for the KV buffers.
+        `over_steps`: True if `cut` may drop tokens of several steps.
 
         Raises UnsupportedModel if a layer's cache class cannot be batched, or not trimmed although there are drafts.
         """
-        super().__init__()
-        self._layers: list[LayerStore] = [_layer_store(cache, drafts, attention) for cache in make_caches()]
-        self._drafts = drafts
+        super().__init__(drafts)
+        self._layers: list[LayerStore] = [
+            _layer_store(cache, drafts, attention, 1 + drafts * over_steps) for cache in make_caches()
+        ]
         self._shape = KVShape()
         self._allotted: KVShape | None = None
 
@@ -204,10 +226,7 @@ class KVStore(Rows):
 
         Raises KeyError if unknown; ValueError if `length` exceeds the row, or trims more than `drafts`.
         """
-        row = self._rows[request_id]
-        if not max(self._lengths[row] - self._drafts, 1) <= length <= self._lengths[row]:
-            raise ValueError(f"a row of {self._lengths[row]} tokens with at most {self._drafts} drafts cannot be cut to {length}")
-        self._lengths[row] = length
+        self._cut(request_id, length)
 
     def extract(self, request_id: str) -> list[Cache]:
         """Return single-sequence caches with evaluated copies of a row, as `join` takes them. Raises KeyError if unknown."""
@@ -226,7 +245,7 @@ class KVStore(Rows):
 def may_idle(cache: Cache) -> bool:
     """Return True if a batch of caches of this class may have rows that are computed for nothing, at any length."""
     if isinstance(cache, CacheList):
-        return not all(type(one) is KVCache for one in cache.caches) and all(map(may_idle, cache.caches))
+        return all(map(may_idle, cache.caches))
     return type(cache) in (KVCache, RotatingKVCache, GroupedKVCache, ArraysCache) and batchable(cache)
 
 
@@ -238,14 +257,14 @@ class RowsApart(Rows):
     """
 
     def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int, reason: str) -> None:
-        """Create an empty store. `reason`: why the model needs separate rows. Raises UnsupportedModel if there are drafts,
-        which cannot be trimmed."""
-        if drafts:
+        """Create an empty store. `reason`: why the model needs separate rows. Raises UnsupportedModel if there are drafts, and
+        caches that cannot drop them."""
+        if drafts and not all(type(one) in _DROPPING for one in members(make_caches())):
             raise UnsupportedModel(
                 f"the model decodes its sequences one by one, as {reason}: serve it without speculative decoding",
                 param="speculative_method",
             )
-        super().__init__()
+        super().__init__(drafts)
         self._caches: list[list[Cache]] = []
         self._layers = len(make_caches())
 
@@ -273,15 +292,21 @@ class RowsApart(Rows):
 
     def batch(self, counts: Sequence[int] | None = None) -> Apart:
         """Start a decode step, like `KVStore.batch`; return the rows' caches."""
-        if not self._ids or set(counts or (1,)) != {1}:
+        counts = [1] * len(self._ids) if counts is None else counts
+        if not self._ids or len(counts) != len(self._ids) or not 1 <= min(counts) <= max(counts) <= 1 + self._drafts:
             raise ValueError(f"a decode step of {counts} tokens over {len(self._ids)} rows")
-        self._lengths = [length + 1 for length in self._lengths]
-        return Apart(self._caches)
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        return Apart(self._caches, counts)
 
     def cut(self, request_id: str, length: int) -> None:
-        """Check the length of a row, like `KVStore.cut`; there are never drafts to trim."""
-        if length != self.length(request_id):
-            raise ValueError(f"a row of {self.length(request_id)} tokens cannot be cut to {length}")
+        """Trim a row, like `KVStore.cut`."""
+        dropped = self._cut(request_id, length)
+        for cache in members(self._caches[self._rows[request_id]] if dropped else ()):
+            if type(cache) is RotatingKVCache:  # after a call of several tokens all positions are in order
+                cache.keys, cache.values = (part[..., :-dropped, :] for part in (cache.keys, cache.values))
+                cache.offset, cache._idx = cache.offset - dropped, cache._idx - dropped
+            else:
+                cache.trim(dropped)
 
     def extract(self, request_id: str) -> list[Cache]:
         """Return the row's own caches, evaluated."""
@@ -300,19 +325,21 @@ def make_store(
     return RowsApart(make_caches, drafts, reason) if reason else KVStore(make_caches, drafts, attention)
 
 
-def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerStore:
-    """Return the store for a layer with single-sequence caches of this class. Exact classes, as subclasses may differ."""
+def _layer_store(cache: Any, drafts: int, attention: Attention | None, steps: int) -> LayerStore:
+    """Return the store for a layer with single-sequence caches of this class. Exact classes, as subclasses may differ.
+    `steps`: number of last steps within which rows can be cut."""
     if type(cache) is KVCache:
         return KVBufferLayer(attention=attention)
     if type(cache) is GroupedKVCache:
         return KVBufferLayer(attention=attention, groups=cache.groups)
     if type(cache) is RotatingKVCache and not cache.keep:
         return KVBufferLayer(window=cache.max_size, drafts=drafts, attention=attention)
-    # Layers with two KV caches write into mlx-lm's own arrays (deepseek_v32's index), so they use its batches.
-    if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
-        return ListLayer([_layer_store(one, drafts, attention) for one in cache.caches])
+    if type(cache) is CacheList:
+        return ListLayer([_layer_store(one, drafts, attention, steps) for one in cache.caches])
     if not batchable(cache):
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")
+    if drafts and type(cache) is ArraysCache:
+        return StateLayer(type(cache).__name__, steps)
     if drafts:
         raise UnsupportedModel(
             f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "

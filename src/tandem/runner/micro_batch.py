@@ -83,12 +83,17 @@ class MicroBatchState:
         if held.caches is None:
             self.store.leave(request_id)
 
-    def take(self, request_id: str, source: MicroBatchState) -> None:
-        """Move a sequence and its KV here from another micro-batch. Raises BatchDesync if it is missing."""
+    def take(self, request_id: str, source: MicroBatchState, length: int | None = None) -> None:
+        """Move a sequence and its KV here from another micro-batch, cut to `length` positions if it decodes.
+
+        Raises BatchDesync if it is missing.
+        """
         held = source.held.pop(request_id, None)
         if held is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to move, and is not in the micro-batch that it leaves")
         if held.caches is None:
+            if length is not None:
+                source.store.cut(request_id, length)
             self.store.join(request_id, source.store.extract(request_id), source.store.length(request_id))
             source.store.leave(request_id)
         self.held[request_id] = held

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.comm.group import StageGroup, dispatch
-from tandem.errors import BatchDesync, UsageError
+from tandem.errors import BatchDesync, UnsupportedModel, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.prefix import Prefix
@@ -117,6 +117,8 @@ class Runner:
         in a plan; `drafter`: draft model, on the sampling rank. `attention` replaces mlx-lm's in decode steps; `disk`: disk
         cache, None without one. Raises UnsupportedModel for drafts with a model whose caches cannot be trimmed.
         """
+        if drafts and stage.changing_rope:
+            raise UnsupportedModel(f"serve the model without speculative decoding: {stage.changing_rope}")
         self.stage = stage
         """Layers of this rank."""
         self._link = link
@@ -150,8 +152,11 @@ class Runner:
         micro_batch = self._micro_batches[plan.micro_batch]
         for request_id in plan.removes:
             next((one for one in self._micro_batches if request_id in one.held), micro_batch).remove(request_id)
+        rows = plan.spec_decode_plan.rows if plan.spec_decode_plan and plan.moves else ()
+        lengths = {row.request_id: row.length for row in rows}
         for move in plan.moves:
-            self._micro_batches[move.target].take(move.request_id, self._micro_batches[move.source])
+            source = self._micro_batches[move.source]
+            self._micro_batches[move.target].take(move.request_id, source, lengths.get(move.request_id))
         for one, shape in zip(self._micro_batches, plan.kv_shapes, strict=False):
             one.store.allot(shape)
         for insert in plan.inserts:

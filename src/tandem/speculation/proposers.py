@@ -177,6 +177,11 @@ class StepCosts:
         old.seconds = seconds if old.seconds is None else old.seconds + (seconds - old.seconds) * LEARN
         old.noted = self._steps
 
+    def excess(self, rows: int, seconds: float) -> float:
+        """Return by how much `seconds` exceed a step of `rows` rows and width 1; 0 while that is unknown."""
+        plain = self._costs.get(rows, {}).get(1)
+        return max(seconds - plain.seconds, 0.0) if plain is not None and plain.seconds else 0.0
+
     def ratio(self, rows: int, width: int) -> float | None:
         """Return the step cost relative to a step of width 1 with as many rows; None while unknown.
 
@@ -225,6 +230,8 @@ class Speculation:
     def __init__(self, limits: SpeculationLimits | None) -> None:
         self._limits = limits
         self._costs = StepCosts()
+        self._tried: dict[int, tuple[int, int, float]] = {}
+        """By micro-batch: rows, width and seconds of the last step, if it had drafts."""
         self.counts = SpeculationCounts()
 
     @property
@@ -267,12 +274,20 @@ class Speculation:
         """Record a result `seconds` after the previous one of its micro-batch; None if unknown.
 
         Plain steps count only if sent `ahead` of the previous result. Drafts must beat those, as they cannot be sent ahead.
+        What the step after drafts takes beyond a plain one counts as theirs: it also takes back what was rejected.
         """
-        if self._limits is None or seconds is None or not plan.decode or plan.prefill:
-            return
+        tried, rows = self._tried.pop(plan.micro_batch, None), len(plan.decode)
         drafts = plan.spec_decode_plan is not None and plan.spec_decode_plan.drafts > 0
-        if ahead or drafts:
-            self._costs.note(len(plan.decode), plan.width, seconds)
+        measured = seconds if rows and not plan.prefill else None
+        if tried is not None:
+            after = 0.0 if drafts or measured is None else self._costs.excess(rows, measured)
+            self._costs.note(tried[0], tried[1], tried[2] + after)
+        if self._limits is None or measured is None:
+            return
+        if drafts:
+            self._tried[plan.micro_batch] = rows, plan.width, measured
+        elif ahead:
+            self._costs.note(rows, plan.width, measured)
 
     def accept(self, sequence: Drafting, row: SpecDecodeRow, sampled: Sequence[int]) -> list[int]:
         """Return the output of a row from the tokens sampled after each of its positions; update acceptance counts."""
@@ -289,4 +304,4 @@ class Speculation:
 
     def forget(self) -> None:
         """Reset the step costs, as ranks or layout have changed."""
-        self._costs = StepCosts()
+        self._costs, self._tried = StepCosts(), {}

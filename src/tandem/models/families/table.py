@@ -45,6 +45,8 @@ class Family:
     one_by_one: str = ""
     """Reason why sequences of a batch run one at a time (mlx-lm's module requires equal lengths); empty if they run
     together."""
+    can_draft: bool = True
+    """Whether its caches can drop the last positions, or be computed again without them."""
 
 
 _NESTED = "language_model.model.layers"
@@ -156,7 +158,9 @@ FAMILIES: dict[str, Family] = {
     "qwen": Family(layers="transformer.h", tied="never"),
     "kimi_vl": Family(layers=_NESTED, tied="never"),
     "lfm2-vl": Family(layers=_NESTED, tied="always"),
-    "longcat_flash_ngram": Family(tied="never", one_by_one="its n-grams are looked up for sequences of one length"),
+    "longcat_flash_ngram": Family(
+        tied="never", one_by_one="its n-grams are looked up for sequences of one length", can_draft=False
+    ),
     "minimax_m3_vl": Family(
         layers=_NESTED,
         tied="config-false",
@@ -182,6 +186,7 @@ FAMILIES: dict[str, Family] = {
         streams="hc_mult",
         defaults={"hc_mult": 4},
         one_by_one="its compressed keys are those of one sequence",
+        can_draft=False,
     ),
     "qwen4_exp": Family(
         source="mlx_vlm",
@@ -191,6 +196,7 @@ FAMILIES: dict[str, Family] = {
         streams="hc_count",
         defaults={"hc_count": 4, **_EVERY_FOURTH},
         one_by_one="its sparse attention and n-grams are computed for sequences of one length",
+        can_draft=False,
     ),
     "glm5_next": Family(
         source="mlx_vlm",
@@ -199,6 +205,7 @@ FAMILIES: dict[str, Family] = {
         streams="hc_mult",
         defaults={"hc_mult": 4},
         one_by_one="its pools of index keys are those of one sequence",
+        can_draft=False,
     ),
     "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
@@ -237,7 +244,7 @@ UNREAD: dict[str, tuple[str, ...]] = {
 """Entries of config.json that mlx-lm's module of a type ignores: head_dim is then hidden_size / heads, and the layer
 count is `num_layers`."""
 
-_UNLISTED = Family(tied="file", one_by_one="its type is unlisted, so that nothing is known of its batches")
+_UNLISTED = Family(tied="file", one_by_one="its type is unlisted, so that nothing is known of its batches", can_draft=False)
 
 
 def family_of(model_type: str) -> Family:
