@@ -14,7 +14,7 @@ import pytest
 from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
-from tandem.errors import ConfigError, ModelError
+from tandem.errors import ModelError
 from tandem.protocol.request import EngineRequest
 from tandem.testing import add_mtp_head, tiny_model
 
@@ -134,5 +134,3 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, tu
 def test_a_head_is_refused_where_none_is_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="draft heads of llama are not read, those of deepseek_v3"):
         LLM(str(tiny_model(tmp_path / "a")), **MTP)
-    with pytest.raises(ConfigError, match="--speculative-method mtp: the draft head is read where sampling runs"):
-        LLM(str(model(tmp_path / "b")), weights_from="head", **MTP)

@@ -130,12 +130,6 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         context = model.max_context
     speculation = with_speculative_config(settings.speculation, head=_takes_head(settings, files, description))
     mtp = speculation.speculative_method == "mtp"
-    if mtp and (model.weights_from == "head" or files.headers is not None):
-        raise ConfigError(
-            "--speculative-method mtp: the draft head is read where sampling runs, from weights that are all there; "
-            "download the model (tandem model get), leave out --weights-from head, or serve without speculative decoding",
-            param="speculative_method",
-        )
     if mtp:
         require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
@@ -384,10 +378,9 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
 
 
 def _takes_head(settings: Settings, files: ModelFiles, description: ModelDescription) -> bool:
-    """Return True if the method `auto` takes the draft head of the model in `files`: a usable one whose weights are here."""
-    here = settings.model.weights_from != "head" and files.headers is None
+    """Return True if the method `auto` takes the draft head of the model in `files`, which has to be usable."""
     auto, without = (with_speculative_config(settings.speculation, head=head).speculative_method for head in (True, False))
-    if auto == without or not description.mtp_bytes or description.no_drafts or not here:
+    if auto == without or not description.mtp_bytes or description.no_drafts:
         return False
     try:
         require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
