@@ -15,6 +15,7 @@ from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
 from tandem.errors import ModelError
+from tandem.models.footprint import rank_weights
 from tandem.protocol.request import EngineRequest
 from tandem.testing import add_mtp_head, tiny_model
 
@@ -51,6 +52,13 @@ def plain(directory: Path) -> list[list[list[int]]]:
         return answers(llm)
 
 
+def assert_weights_as_told(llm: LLM) -> None:
+    """The planner's and the ranks' estimates before loading are what the ranks hold then, the head included."""
+    layout = llm.engine.layout
+    held = [rank.weight_bytes for rank in ask(llm, Engine.status).ranks]
+    assert held == pytest.approx([rank_weights(layout.description, spec, None, gpu=False) for spec in layout.ranks], rel=0.01)
+
+
 def change(directory: Path, changed: dict[str, mx.array | None]) -> None:
     """Replace weights of a model, or remove them."""
     path = directory / "model.safetensors"
@@ -66,6 +74,7 @@ def test_a_head_that_is_right_is_always_accepted_after_prefix_hits_too(tmp_path:
         assert answers(llm) == expected
         status = ask(llm, Engine.status)
         assert status.speculation == "mtp" and status.prefix_hits > 0
+        assert_weights_as_told(llm)
         assert 150 < status.draft_tokens == status.accepted_tokens
 
 
@@ -98,6 +107,7 @@ def test_layouts_give_the_tokens_of_plain_decoding_though_a_rank_dies_between_dr
         for message in submitted(llm, requests, Killer(llm, lambda _: llm.engine.status().accepted_tokens > 20)):
             tokens.setdefault(message.request_id, []).extend(message.tokens)
         assert llm.engine.restarts == 1
+        assert_weights_as_told(llm)
         assert [tokens[str(i)] for i in range(len(expected))] == expected
         assert 0.4 < llm.engine.status().accepted_tokens / llm.engine.status().draft_tokens < 1
 
