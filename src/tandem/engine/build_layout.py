@@ -128,16 +128,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
                 f"--max-context {model.max_context}: the model was made for {context}; choose at most that", param="max_context"
             )
         context = model.max_context
-    speculation = with_speculative_config(settings.speculation, head=_takes_head(settings, files, description))
-    mtp = speculation.speculative_method == "mtp"
-    if mtp:
-        require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
-    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and description.no_drafts:
-        raise ConfigError(
-            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
-            param="speculative_method",
-        )
+    drafts, mtp = _drafts(settings, files, description)
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = _find_draft_model(settings, files, description)
@@ -375,6 +366,21 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
     )
     log.info("layers by the machines' memory: %s", ",".join(str(len(layers)) for layers in ranges))
     return [structs.replace(spec, layers=(ranges[spec.stage].start, ranges[spec.stage].stop)) for spec in specs]
+
+
+def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription) -> tuple[int, bool]:
+    """Return the most drafts of a sequence in a step, and whether the model's own head makes them. Raises UsageError."""
+    speculation = with_speculative_config(settings.speculation, head=_takes_head(settings, files, description))
+    mtp = speculation.speculative_method == "mtp"
+    if mtp:
+        require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
+    if drafts and description.no_drafts:
+        raise ConfigError(
+            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
+            param="speculative_method",
+        )
+    return drafts, mtp
 
 
 def _takes_head(settings: Settings, files: ModelFiles, description: ModelDescription) -> bool:
