@@ -93,6 +93,18 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
         assert status.draft_tokens > 0 and status.accepted_tokens < 0.1 * status.draft_tokens
 
 
+def test_prefixes_from_disk_serve_a_head(tmp_path: Path) -> None:
+    directory = str(model(tmp_path / "model", right=1.0))
+    prompt = [prompts()[1]]
+    found = []
+    for _ in range(2):
+        with LLM(directory, prefill_chunk=16, kv_disk=str(tmp_path / "kv"), **MTP) as llm:
+            found.append(llm.generate(prompt, GREEDY)[0].token_ids)
+            status = ask(llm, Engine.status)
+            assert status.kv_disk == "on" and 0 < status.draft_tokens == status.accepted_tokens
+    assert found[0] == found[1] and status.prefix_hits == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [("glm4_moe_lite", "pipeline"), ("glm4_moe", "tensor")])
 def test_layouts_give_the_tokens_of_plain_decoding_though_a_rank_dies_between_drafts(
