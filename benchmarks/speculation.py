@@ -2,22 +2,30 @@
 
 One greedy stream whose text repeats (goal: at least 1.5 times the tokens a second), and streams whose text does not, as
 it is sampled, one and eight at once (goal: never below 0.97). With `--draft-model` a small model guesses instead of
-n-grams.
+n-grams. `--model planted:0.7` makes a model of eight dense layers whose own draft head guesses right after 70 % of the tokens
+(goal: 1.5 for one stream), `planted:0` one whose head never does (goal: 0.97).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import harness
 import load
+
+from tandem.testing import add_mtp_head, tiny_model
 
 FACTS = (
     "The red house stands by the river. The blue house stands by the hill. "
     "The green house stands by the road. The white house stands by the lake. "
 )
 REPETITIVE = "Copy the following text again and again.\n\n" + FACTS * 4 + "\n\nThe copy:\n\n" + FACTS
-GOALS = {"repetitive": 1.5, "other": 0.97}
+GOALS = {"repetitive": 1.5, "other": 0.97, "planted": 1.5, "misled": 0.97}
+PLANTED = {
+    **{"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96},
+    **{"first_k_dense_replace": 8, "max_position_embeddings": 4096},
+}
 SAMPLED = {"temperature": 1.0, "seed": 1}
 """Small models begin to repeat themselves when they are greedy."""
 
@@ -29,26 +37,28 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="most drafts of a sequence in one step")
     parser.add_argument("--draft-model", help="directory of a small model that guesses, in place of n-grams")
     parser.add_argument("--layout", default="1,1", help="pipeline stages and tensor-parallel ranks of both servers")
-    parser.add_argument("--parts", default="repetitive-1,other-1,other-8", help="kinds of text and streams at once")
+    parser.add_argument("--parts", help="kinds of text and streams at once; default: repetitive-1,other-1,other-8")
     args = parser.parse_args()
-    model = harness.prepared(args.model, args.dtype, harness.on_gpu())
+    right = args.model.removeprefix("planted:") if args.model.startswith("planted:") else None
+    model = harness.prepared(args.model, args.dtype, harness.on_gpu()) if right is None else planted(right)
     prompts = load.PromptSource(model)
     stages, ranks = args.layout.split(",")
     layout = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
-    method = {"draft_model": args.draft_model} if args.draft_model else {"speculative_method": "ngram"}
+    method = {"draft_model": args.draft_model} if args.draft_model else {"speculative_method": "mtp" if right else "ngram"}
+    parts = args.parts or ("repetitive-1,other-1,other-8" if right is None else "planted-1" if float(right) else "misled-1")
     flags = {**method, "num_speculative_tokens": args.num_speculative_tokens}
-    texts = {"repetitive": lambda: REPETITIVE, "other": lambda: prompts.make(64)}
+    texts = {"repetitive": lambda: REPETITIVE, **dict.fromkeys(("other", "planted", "misled"), lambda: prompts.make(64))}
     results: dict[str, Any] = {}
     verdicts = []
     with (
-        harness.tandem_server(model, args.threads, "plain", **layout) as plain,
+        harness.tandem_server(model, args.threads, "plain", **layout, speculative_method="none") as plain,
         harness.tandem_server(model, args.threads, "speculating", **layout, **flags) as speculating,
     ):
-        for name in args.parts.split(","):
+        for name in parts.split(","):
             kind, streams = name.split("-")
-            body = SAMPLED if kind == "other" else {}
+            body = SAMPLED if kind == "other" else {} if right is None else {"ignore_eos": True, "temperature": 0}
 
-            def play(kind: str = kind, streams: str = streams, body: dict[str, float] = body) -> dict[str, Any]:
+            def play(kind: str = kind, streams: str = streams, body: dict[str, Any] = body) -> dict[str, Any]:
                 jobs = [load.BenchRequest(texts[kind](), args.max_tokens) for _ in range(int(streams))]
                 return {"plain": measured(plain, jobs, body), "speculating": measured(speculating, jobs, body)}
 
@@ -77,7 +87,16 @@ def main() -> None:
     harness.write_json(args.json, args, {"runs": results, "verdicts": verdicts})
 
 
-def measured(server: harness.Server, jobs: list[load.BenchRequest], body: dict[str, float]) -> dict[str, Any]:
+def planted(right: str) -> Path:
+    """Make, once, the model whose head is right after the part `right` of the tokens."""
+    target = harness.cache_dir() / "benchmarks" / f"planted-{right}"
+    if not (target / "made").exists():
+        add_mtp_head(tiny_model(target, "glm4_moe", layers=8, config=PLANTED), right=float(right))
+        (target / "made").touch()
+    return target
+
+
+def measured(server: harness.Server, jobs: list[load.BenchRequest], body: dict[str, Any]) -> dict[str, Any]:
     """Tokens per second of all of `jobs` at once, from the first request to the last token, prompts included."""
     drafts, accepted = counts(server)
     started = harness.now()

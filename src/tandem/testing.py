@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.json_types import JsonMapping, JsonObject
 from tandem.models.families.tiny import EOS, TINY, tiny_config
@@ -17,6 +17,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 __all__ = ["EOS", "TINY", "tiny_config", "tiny_model", "write_tokenizer"]
+_FIRST = 16
+"""First token of those that follow one another in a model with a planted draft head."""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -86,6 +88,46 @@ def _weights(settings: JsonObject, *, quantized: bool, seed: int, dtype: str) ->
 
         nn.quantize(model, 32, 4, class_predicate=predicate)
     return dict(tree_flatten(model.parameters()))
+
+
+def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) -> Path:
+    """Add a draft head to a model of `tiny_model` in one file, of a family with such heads; return its path.
+
+    The head is random. With `right` the model's weights are replaced too: each token determines the next one, and the head
+    predicts it after that part of the tokens, and another one after the others.
+    """
+    import mlx.core as mx
+    import numpy as np
+
+    path = directory / "model.safetensors"
+    settings: JsonObject = json.loads((directory / "config.json").read_text())
+    loaded = mx.load(str(path))
+    assert isinstance(loaded, dict)
+    arrays: dict[str, mx.array] = dict(loaded)
+    layer, width, vocab = f"model.layers.{settings['num_hidden_layers']}.", settings["hidden_size"], settings["vocab_size"]
+    dtype, rng = arrays["model.norm.weight"].dtype, np.random.default_rng(seed)
+    one = {**settings, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    made = _weights(one, quantized=False, seed=seed, dtype=str(dtype).removeprefix("mlx.core."))
+    first = "model.layers.0."
+    arrays |= {layer + name.removeprefix(first): array for name, array in made.items() if name.startswith(first)}
+    new: dict[str, Any] = {f"{layer}{name}.weight": np.ones(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    new[f"{layer}eh_proj.weight"] = rng.standard_normal((width, 2 * width)) / width**0.5
+    if right is not None:
+        arrays |= {name: mx.zeros_like(array) for name, array in arrays.items() if {"o_proj", "down_proj"} & {*name.split(".")}}
+        embedding: np.ndarray[Any, Any] = rng.standard_normal((vocab, width))
+        follower = np.full(vocab, _FIRST)
+        order = _FIRST + rng.permutation(vocab - _FIRST)
+        follower[order] = np.roll(order, -1)
+        output = rng.standard_normal((vocab, width)) / 10
+        output[follower[order]] = embedding[order]
+        output[:, 0], embedding[:, 0] = 0, 4 * (rng.random(vocab) >= right)  # marks the tokens after which the head is wrong
+        join = np.eye(width, 2 * width)
+        join[:, 0] = 4 * embedding[_FIRST]
+        new |= {"model.embed_tokens.weight": embedding, "lm_head.weight": output, "model.norm.weight": np.ones(width)}
+        new[f"{layer}eh_proj.weight"] = join
+    arrays |= {name: mx.array(array).astype(dtype) for name, array in new.items()}
+    mx.save_safetensors(str(path), arrays, {"format": "mlx"})
+    return directory
 
 
 def _save(path: Path, arrays: dict[str, mx.array], shards: int) -> None:

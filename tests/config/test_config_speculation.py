@@ -20,9 +20,14 @@ def test_flags_and_vllms_json_say_the_same() -> None:
         speculative_method="ngram", num_speculative_tokens="7", prompt_lookup_max="4", prompt_lookup_min="3"
     )
     assert chosen(speculative_config='{"model": "small"}') == chosen(draft_model="small")
+    for name in ("mtp", "deepseek_mtp"):
+        assert chosen(speculative_config=f'{{"method": "{name}"}}') == chosen(speculative_method="mtp")
 
 
-def test_auto_is_a_draft_model_where_one_is_named() -> None:
+def test_auto_is_a_draft_model_where_one_is_named_or_the_models_head() -> None:
+    for flags, method in (({}, "mtp"), ({"draft_model": "small"}, "draft_model"), ({"speculative_method": "none"}, "none")):
+        settings = load({name: [text] for name, text in flags.items()}).settings.speculation
+        assert with_speculative_config(settings, head=True).speculative_method == method
     assert chosen().speculative_method == "none"
     assert chosen(draft_model="small").speculative_method == "draft_model"
 
@@ -40,6 +45,7 @@ def test_auto_is_a_draft_model_where_one_is_named() -> None:
         ({"prompt_lookup_min": "6"}, "6 is more than the 5 of --prompt-lookup-max; lower it"),
         ({"speculative_method": "draft_model"}, "needs --draft-model MODEL"),
         ({"speculative_method": "ngram", "draft_model": "small"}, "is not used by --speculative-method ngram"),
+        ({"speculative_config": '{"method": "mtp", "model": "a"}'}, "is not used by --speculative-method mtp"),
     ],
 )
 def test_nonsense_is_refused_by_name(flags: dict[str, str], words: str) -> None:

@@ -29,7 +29,8 @@ from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
 from tandem.protocol.blob_messages import BlobFile, Range
-from tandem.testing import tiny_model
+from tandem.runner.mtp_head import load_mtp_head
+from tandem.testing import add_mtp_head, tiny_model
 from tandem.transport.blobs import checksum
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "mistral", "phi3", "mixtral", "gpt_neox"]
@@ -211,6 +212,19 @@ def test_slices_load_like_the_whole_model(tmp_path: Path, cache: Path, family: s
     assert [describe(one) for one in slices] == [describe(whole)] * 3
     got = logits([stage_of(one, layers) for one, layers in zip(slices, ranges, strict=True)])
     assert mx.array_equal(got, logits([stage_of(whole, range(4))])).item()
+
+
+def test_the_slice_of_the_rank_that_samples_has_the_draft_head(tmp_path: Path, cache: Path) -> None:
+    path = add_mtp_head(tiny_model(tmp_path / "m", "glm4_moe", layers=2))
+    tokens, states = mx.array([[7, 8, 9]]), mx.random.normal((1, 3, 64))
+    found = []
+    for files, layers in (
+        (fetch_slice(FakeSource(path), "m", range(1, 2), mtp=True), range(1, 2)),
+        (resolve(str(path)), range(2)),
+    ):
+        head = load_mtp_head(files, describe(files), stage_of(files, layers), dequantize=False)
+        found.append(head.head(head.join(tokens, states, head.make_caches())))
+    assert mx.array_equal(*found).item()
 
 
 def test_only_the_slice_is_read_once_and_other_layouts_use_it(tmp_path: Path, cache: Path) -> None:

@@ -264,8 +264,9 @@ DIFFERS = [
     ("prefix cache disabled in distributed mode", "on, with several ranks", "ranks save and restore by plan"),
     (
         "draft models and EAGLE not in TP",
-        "`--draft-model` in every layout; EAGLE and multi-token prediction are not there",
-        "their heads are no part of the models that mlx-lm has",
+        "`--draft-model` in every layout; multi-token prediction for "
+        "[some families](speculation.md#guesses-from-the-checkpoints-draft-head); EAGLE is not there",
+        "its heads are no part of the models that mlx-lm has",
     ),
     ("tensor parallelism only", "pipeline parallelism as well, and both", "stages need less of the link"),
     (

@@ -237,10 +237,11 @@ class SchedulerSettings:
 class SpeculationSettings:
     """Speculative decoding: several tokens of a sequence in one step, where they could be guessed."""
 
-    speculative_method: Literal["auto", "none", "ngram", "draft_model"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft_model", "mtp"] = "auto"
     """How tokens are guessed. ngram: what followed earlier in the same prompt and answer; draft_model: by a small
-    model. Answers stay what they are without it, and where it does not pay it stops by itself (docs/speculation.md).
-    auto: draft_model if one is named, else none."""
+    model; mtp: by the draft head that the checkpoint carries. Answers stay what they are without it, and where it
+    does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named, else mtp if there is a
+    head, else none."""
     draft_model: Filled | None = None
     """Directory, GGUF file or hub id of a small model with the same tokenizer; the rank that samples loads all of
     it."""

@@ -20,13 +20,16 @@ _NAMES = {
 """vLLM's key -> settings field."""
 
 
-def with_speculative_config(settings: SpeculationSettings, label: str = "--speculative-config") -> SpeculationSettings:
-    """Return `settings` merged with its JSON object, with `auto` resolved to a definite method.
+def with_speculative_config(
+    settings: SpeculationSettings, label: str = "--speculative-config", *, head: bool = False
+) -> SpeculationSettings:
+    """Return `settings` merged with its JSON object, with `auto` resolved to a definite method. `head`: True if the model
+    carries a draft head.
 
     Raises ConfigError that names `label`, the key and the allowed values.
     """
     if settings.speculative_config is None:
-        return _resolved(settings)
+        return _resolved(settings, head)
     try:
         entries = json.loads(settings.speculative_config)
     except (ValueError, RecursionError) as error:
@@ -37,16 +40,18 @@ def with_speculative_config(settings: SpeculationSettings, label: str = "--specu
     for key, value in entries.items():
         if key not in _NAMES:
             raise ConfigError(f"{label}: there is no {key!r}; known are {', '.join(_NAMES)}", param="speculative_config")
+        if key == "method" and isinstance(value, str) and value.endswith("_mtp"):
+            value = "mtp"  # vLLM also takes names by family, such as deepseek_mtp
         option = by_name()[_NAMES[key]]
         values[option.name] = option.convert(value, label=f"{label} {key}")
-    return _resolved(replace(settings, speculative_config=None, **values))
+    return _resolved(replace(settings, speculative_config=None, **values), head)
 
 
-def _resolved(settings: SpeculationSettings) -> SpeculationSettings:
+def _resolved(settings: SpeculationSettings, head: bool) -> SpeculationSettings:
     """Return settings with `auto` resolved. Raises ConfigError when method and draft model contradict one another."""
     method, model = settings.speculative_method, settings.draft_model
     if method == "auto":
-        method = "draft_model" if model else "none"
+        method = "draft_model" if model else "mtp" if head else "none"
     if method == "draft_model" and not model:
         raise ConfigError(
             "--speculative-method draft_model: needs --draft-model MODEL, a small model with the same tokenizer",

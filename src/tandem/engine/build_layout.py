@@ -19,7 +19,7 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.several import lora_modules
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
-from tandem.errors import ConfigError, LayoutError
+from tandem.errors import ConfigError, LayoutError, ModelError
 from tandem.executors.executor import Executor
 from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
@@ -29,6 +29,7 @@ from tandem.models.adapter_files import adapter_elements, adapter_spec, read_ada
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable
+from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
@@ -127,18 +128,14 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
                 f"--max-context {model.max_context}: the model was made for {context}; choose at most that", param="max_context"
             )
         context = model.max_context
-    speculation = with_speculative_config(settings.speculation)
-    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and description.no_drafts:
-        raise ConfigError(
-            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
-            param="speculative_method",
-        )
+    drafts, mtp = _drafts(settings, files, description)
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = _find_draft_model(settings, files, description)
     _check_role(parallel, settings.scheduler.kv_disk, draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
+    if mtp:
+        specs = tuple(structs.replace(spec, mtp=True) for spec in specs)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
         tensors = read_tensors(files)
         specs = tuple(
@@ -356,6 +353,34 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
     )
     log.info("layers by the machines' memory: %s", ",".join(str(len(layers)) for layers in ranges))
     return [structs.replace(spec, layers=(ranges[spec.stage].start, ranges[spec.stage].stop)) for spec in specs]
+
+
+def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription) -> tuple[int, bool]:
+    """Return the most drafts of a sequence in a step, and whether the model's own head makes them. Raises UsageError."""
+    speculation = with_speculative_config(settings.speculation, head=_takes_head(settings, files, description))
+    mtp = speculation.speculative_method == "mtp"
+    if mtp:
+        require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
+    if drafts and description.no_drafts:
+        raise ConfigError(
+            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
+            param="speculative_method",
+        )
+    return drafts, mtp
+
+
+def _takes_head(settings: Settings, files: ModelFiles, description: ModelDescription) -> bool:
+    """Return True if the method `auto` takes the draft head of the model in `files`, which has to be usable."""
+    auto, without = (with_speculative_config(settings.speculation, head=head).speculative_method for head in (True, False))
+    if auto == without or not description.mtp_bytes or description.no_drafts:
+        return False
+    try:
+        require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+    except ModelError as error:
+        log.warning("The draft head is not used; tokens are decoded without guesses: %s", error)
+        return False
+    return True
 
 
 def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelDescription) -> ModelFiles | None:

@@ -18,7 +18,6 @@ from tandem.errors import OutOfMemory, UnsupportedModel
 from tandem.kv.budget import held_sequences, kv_capacity, rounded
 from tandem.kv.index import CHECKPOINTS
 from tandem.log import Seldom
-from tandem.models.description import ModelDescription
 from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready, Stepped
@@ -82,7 +81,7 @@ def make_limits(
         max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids),
         vocab_size=layout.description.vocab_size,
-        speculation=_speculation(settings.speculation, layout.description, ranks),
+        speculation=_speculation(settings.speculation, layout, ranks),
         digests=chosen.self_check and len(ranks) > 1,
         pads_prompts=all(ready.gpu and not ready.metal for ready in ranks),  # CUDA plans attention and products for each shape
     )
@@ -95,8 +94,8 @@ def require_quantized(layout: RankGroupLayout, ranks: Sequence[Ready]) -> None:
         raise UnsupportedModel(nothing_to_quantize(asked, layout.description.family), param="kv_dtype")
 
 
-def _speculation(settings: SpeculationSettings, model: ModelDescription, ranks: Sequence[Ready]) -> SpeculationLimits | None:
-    chosen = with_speculative_config(settings)
+def _speculation(settings: SpeculationSettings, layout: RankGroupLayout, ranks: Sequence[Ready]) -> SpeculationLimits | None:
+    chosen, model = with_speculative_config(settings, head=layout.ranks[0].mtp), layout.description
     if chosen.speculative_method == "none":
         return None
     drafts = chosen.num_speculative_tokens
@@ -115,7 +114,7 @@ def _speculation(settings: SpeculationSettings, model: ModelDescription, ranks: 
         drafts=drafts,
         shortest=chosen.prompt_lookup_min,
         longest=chosen.prompt_lookup_max,
-        model=chosen.speculative_method == "draft_model",
+        model=chosen.speculative_method in ("draft_model", "mtp"),
     )
 
 

@@ -29,7 +29,9 @@ PROOF = 8192
 
 
 def _speculation(layout: RankGroupLayout) -> str:
-    """Return the speculation method for `/model/info`: `ngram`, `draft_model` or `off` with the reason."""
+    """Return the speculation method for `/model/info`: `ngram`, `draft_model`, `mtp` or `off` with the reason."""
+    if layout.ranks[0].mtp:
+        return "mtp"
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
     return f"off: {layout.description.no_drafts}".removesuffix(": ")

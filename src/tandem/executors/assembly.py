@@ -34,6 +34,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
+from tandem.runner.mtp_head import load_mtp_head
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
@@ -107,10 +108,19 @@ def _draft_files(spec: StageSpec) -> ModelFiles:
     return ModelFiles(path=path, name=path.name)
 
 
-def load_drafter(spec: StageSpec) -> Drafter | None:
-    """Load the whole draft model on the sampling rank; return None elsewhere or without one. Raises ModelError."""
-    if not (spec.samples and spec.draft_path):
+def load_drafter(spec: StageSpec, target: StageModel, model_files: ModelFiles | None = None) -> Drafter | None:
+    """Load the whole draft model, or the draft head of `target`, on the sampling rank; return None elsewhere or without one.
+
+    `model_files`: files of the model that has the head; None for its directory. Raises ModelError.
+    """
+    if not spec.samples or not (spec.draft_path or spec.mtp):
         return None
+    drafter = partial(Drafter, micro_batches=spec.micro_batches, drafts=spec.drafts, vocab_size=spec.vocab_size)
+    if spec.mtp:
+        files = model_files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
+        head = load_mtp_head(files, describe(files), target, dequantize=dequantizes(spec.dequantize, gpu=on_gpu()))
+        log.info("Draft head loaded: %s", files.name)
+        return drafter(head, target=target)
     files = _draft_files(spec)
     description = describe(files)
     stage = load_stage(
@@ -122,7 +132,7 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
         fuse=_fuses(spec),
     )
     log.info("Draft model loaded: %s", files.name)
-    return Drafter(stage, micro_batches=spec.micro_batches, drafts=spec.drafts, vocab_size=spec.vocab_size)
+    return drafter(stage)
 
 
 def build_runner(
@@ -158,7 +168,8 @@ def build_runner(
         samples=spec.samples,
         vocabulary=vocabulary,
         drafts=spec.drafts,
-        drafter=load_drafter(spec),
+        drafter=load_drafter(spec, stage, files),
+        head=spec.mtp,
         attention=chosen_attention(spec.attention),
         disk=disk,
     )

@@ -73,11 +73,11 @@ def obtain_files(
     `accept` is called once headers are present, before weights are transferred, and may raise. `progress` is called with
     (bytes present, total bytes). Raises RankFailure after `patience_s` seconds of silence of the head, and UsageError.
     """
-    layers = range(*spec.layers)
+    layers, mtp = range(*spec.layers), spec.mtp and spec.samples
     if head is not None:
         client = BlobClient(head.endpoint, head.keys, patience_s=patience_s)
         try:
-            return fetch_slice(client, spec.model_name, layers, progress, accept=accept)
+            return fetch_slice(client, spec.model_name, layers, progress, mtp=mtp, accept=accept)
         except TransportError as error:
             raise RankFailure(f"{spec.label}: {error.message}", rank=spec.rank) from error
         finally:
@@ -85,7 +85,7 @@ def obtain_files(
     if spec.hub:
         files = hub_model(spec.hub)
         accept(files)
-        return download_files(files, owned_files(read_headers(files), layers, describe(files)), progress)
+        return download_files(files, owned_files(read_headers(files), layers, describe(files), mtp=mtp), progress)
     path = path_here(spec.model_path, spec.home)
     if path == demo_path():
         fetch_demo(progress)

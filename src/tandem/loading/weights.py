@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tandem.loading.foreign import converted, sanitized
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
 from tandem.models.description import ModelDescription, stored_bare
 from tandem.models.families.table import family_of
+from tandem.models.mtp import head_tensors
 from tandem.models.quantization import read_quantization
 from tandem.system.files import file_trouble
 from tandem.system.metal import fault_of
@@ -32,9 +33,12 @@ _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
 
 
-def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescription) -> Weights:
+def open_weights(
+    files: ModelFiles, model: nn.Module, description: ModelDescription, names: Mapping[str, str] | None = None
+) -> Weights:
     """Return all weights of the model as lazy arrays under mlx-lm's names; only headers are read.
 
+    `names`: stored names of the only tensors to return, and the names under which `sanitize` sees them.
     Weights that are not on this machine still have shapes and types, which mlx-lm's `sanitize` inspects. Evaluating
     them raises RuntimeError. Raise `BrokenModel` for weights that do not fit config.json.
     """
@@ -44,6 +48,11 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
     if files.headers is not None:
         everything = read_tensors(files)
         weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
+    if names is not None:
+        weights = {names[name]: array for name, array in weights.items() if name in names}
+    elif head_tensors(description.family, description.num_layers, weights):  # mlx-lm's deepseek_v3 leaves out layer 61 alone
+        behind = f"model.layers.{description.num_layers}."
+        weights = {name: array for name, array in weights.items() if not name.startswith(behind)}
     layers = family_of(description.family).layers
     if stored_bare(weights, layers):
         root = layers.partition(".")[0]

@@ -23,6 +23,7 @@ from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, family_of, module_of
 from tandem.models.kv_types import kv_groups
+from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
 from tandem.models.quantization import loaded_bytes, read_quantization
 
@@ -141,6 +142,8 @@ class ModelDescription:
     """Elements of recurrent state of one sequence in one layer, averaged over the layers."""
     float32_elements: float = 0.0
     """Elements of `state_elements` stored as float32 whatever the model's type."""
+    mtp_bytes: int = 0
+    """Stored bytes of the draft head (MTP) behind the last layer, without what it shares; 0 if there is none."""
     no_drafts: str = ""
     """Reason why rejected draft tokens cannot be dropped from the caches; empty if they can."""
     replicated_cache: bool = False
@@ -224,6 +227,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             state_elements=sum(cache.state for cache in caches) / len(caches),
             float32_elements=sum(cache.float32 for cache in caches) / len(caches),
             no_drafts=_no_drafts(family, known.get("rope_scaling")),
+            mtp_bytes=sum(loaded[one] for one in head_tensors(str(name), facts.num_layers, loaded)),
             replicated_cache=any(cache.replicated for cache in caches),
             whole_elements=sum(cache.whole for cache in caches) / len(caches),
             index_heads=index_heads(known),

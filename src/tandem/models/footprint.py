@@ -82,10 +82,15 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
 
 
 def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
-    """Return the bytes in memory of all weights of a rank, with LoRA adapters, and a draft model's if it holds one."""
+    """Return the bytes in memory of all weights of a rank, with LoRA adapters, and its draft head's or draft model's."""
     expand = dequantizes(spec.dequantize, gpu=gpu)
     own = slice_bytes(description, range(*spec.layers), spec.dtype, expand, spec.share, gpu=gpu)
     own += spec.lora_elements * compute_item(description, spec.dtype, gpu=gpu)
+    if spec.mtp and spec.samples:
+        # Whole, with an embedding or output projection of its own where the rank has none or a part.
+        embed = description.embed_bytes if spec.layers[0] and (spec.tp_size > 1 or not description.tied_head) else 0
+        stored = description.mtp_bytes + embed + (description.head_bytes if spec.tp_size > 1 else 0)
+        own += int(stored * expansion(description, spec.dtype, expand, gpu=gpu))
     if draft is None:
         return own
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
@@ -124,9 +129,10 @@ def layer_state_bytes(description: ModelDescription, item: int) -> float:
 
 
 def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
-    """Return the cache bytes of one position on a rank, including a draft model's if it holds one."""
+    """Return the cache bytes of one position on a rank, including its draft head's or draft model's."""
     whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
+    more += kv_bytes_per_token(description, 1, spec.dtype, gpu=gpu) if spec.mtp and spec.samples else 0
     shards = plan_shards(
         description,
         spec.tp_size,

@@ -1,7 +1,7 @@
 """Files and byte ranges that hold a rank's part of a model. Reads nothing, no mlx.
 
-The unit of storage is one layer, the embedding, the head, or the rest (final norm). Parts fetched for one layout
-therefore serve the next one too.
+The unit of storage is one layer, the embedding, the head, the rest (final norm), or the draft head (MTP). Parts fetched
+for one layout therefore serve the next one too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Literal
 
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
 from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.mtp import head_tensors
 
-Part = int | Literal["embed", "head", "rest"]
+Part = int | Literal["embed", "head", "rest", "mtp"]
 Headers = Mapping[str, Mapping[str, TensorInfo]]
 """Tensors by name, by name of their file."""
 
@@ -42,33 +43,36 @@ class PartPlan:
     """Bytes of the file."""
 
 
-def owned_parts(layers: range, description: ModelDescription) -> list[Part]:
-    """Return the parts that a stage with `layers` loads, in the order of need."""
+def owned_parts(layers: range, description: ModelDescription, *, mtp: bool = False) -> list[Part]:
+    """Return the parts that a stage with `layers` loads, in the order of need. `mtp`: with the draft head, on the last."""
     first, last = layers.start == 0, layers.stop == description.num_layers
     tied = description.tied_head
-    parts: list[Part] = ["embed"] if first or (last and tied) else []
+    parts: list[Part] = ["embed"] if first or (last and (tied or mtp)) else []
     parts += layers
     if last:
         parts += ["rest"] if tied else ["rest", "head"]
-    return parts
+    return [*parts, "mtp"] if mtp else parts
 
 
-def owned_files(headers: Headers, layers: range, description: ModelDescription) -> list[str]:
+def _parts(headers: Headers, description: ModelDescription) -> dict[str, Part | None]:
+    """Return the part of each stored tensor; None for one that is not loaded."""
+    parts: dict[str, Part | None] = {
+        name: part_of_tensor(name, description.num_layers) for tensors in headers.values() for name in tensors
+    }
+    return {**parts, **dict.fromkeys(head_tensors(description.family, description.num_layers, parts), "mtp")}
+
+
+def owned_files(headers: Headers, layers: range, description: ModelDescription, *, mtp: bool = False) -> list[str]:
     """Return the weight files with a tensor of the stage with `layers`, sorted by name."""
-    wanted = set(owned_parts(layers, description))
-    return sorted(
-        file
-        for file, tensors in headers.items()
-        if any(part_of_tensor(name, description.num_layers) in wanted for name in tensors)
-    )
+    wanted, parts = set(owned_parts(layers, description, mtp=mtp)), _parts(headers, description)
+    return sorted(file for file, tensors in headers.items() if any(parts[name] in wanted for name in tensors))
 
 
-def plan_parts(headers: Headers, layers: range, description: ModelDescription) -> list[PartPlan]:
+def plan_parts(headers: Headers, layers: range, description: ModelDescription, *, mtp: bool = False) -> list[PartPlan]:
     """Plan the parts of the stage with `layers`, with each byte of each tensor once; parts without tensors are omitted."""
     where = {name: (file, info) for file in sorted(headers) for name, info in headers[file].items()}
-    members: dict[Part, list[str]] = {part: [] for part in owned_parts(layers, description)}
-    for name in where:
-        part = part_of_tensor(name, description.num_layers)
+    members: dict[Part, list[str]] = {part: [] for part in owned_parts(layers, description, mtp=mtp)}
+    for name, part in _parts(headers, description).items():
         if part is not None and part in members:
             members[part].append(name)
     return [_plan(part, {name: where[name] for name in names}) for part, names in members.items() if names]

@@ -103,6 +103,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Maximum draft tokens per sequence and step; 0 without speculative decoding."""
     draft_path: str = ""
     """Directory of the draft model, used by the sampling rank; empty for none."""
+    mtp: bool = False
+    """True if the sampling rank loads the draft head that the model carries."""
     trust_remote_code: bool = False
     """True if the tokenizer, needed for grammars, may run Python code from the model directory."""
     max_loras: int = 0

@@ -1,13 +1,15 @@
-"""Draft model on the sampling rank: small and not split, it proposes next tokens (mlx).
+"""Draft model or draft head on the sampling rank: small and not split, it proposes next tokens (mlx).
 
 It gets all information from plans, and computes itself how many drafts were accepted. Its rows hold the KV of all accepted
-tokens. Tokens it has not seen, such as a prompt, are fed before drafting.
+tokens. Tokens it has not seen, such as a prompt, are fed before drafting. A head reads each token together with the model's
+hidden state of the position before, which the runner notes. Positions whose state is missing, as after a prefix hit, are
+left out of the head's KV: only its accuracy suffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -17,19 +19,78 @@ from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.runner.kv_store import KVStore
+from tandem.runner.mtp_head import MTPHead
 
 CHUNK = 512
 """Maximum tokens fed in one forward pass."""
+MOST_STATES = 512
+"""Maximum hidden states of a sequence that are kept for a head while no drafts are requested."""
 
 
 @dataclass
 class _Known:
     tokens: list[int]
     """All tokens of the sequence received from plans."""
+    reads: bool
+    """False if the sequence never gets drafts, so that a head does not read it."""
     held: int = 0
-    """Tokens whose KV is in the draft model's row."""
+    """Leading tokens that are read."""
+    skipped: int = 0
+    """Tokens of `held` without KV in the row: for a head the first one, and those whose states are missing."""
     tried: int = 0
     """Draft tokens after those whose KV is in the row too."""
+    caches: list[Cache] | None = None
+    """Caches of what is read, while the sequence has no row."""
+    states: list[tuple[mx.array, int, range]] = field(default_factory=list)
+    """Hidden states that a head has not read, from position `held - 1` on: array [B, L, H], row and positions in it."""
+
+    @property
+    def row_length(self) -> int:
+        """Positions in the row, without drafts."""
+        return self.held - self.skipped
+
+    @property
+    def pending(self) -> int:
+        """Number of states not read."""
+        return sum(len(part) for _, _, part in self.states)
+
+    def note(self, position: int, states: mx.array, row: int, count: int) -> None:
+        """Append `count` states from `position` on. Later ones of rejected drafts are dropped, the oldest above `MOST_STATES`
+        too."""
+        first = self.held - 1
+        if position > first + self.pending:
+            self._skip(position - first)
+            self.states.clear()
+        self._keep(max(position - self.held + 1, 0))
+        self.states.append((states, row, range(count)))
+
+    def forget(self) -> None:
+        """Drop the oldest states above `MOST_STATES`."""
+        if (surplus := self.pending - MOST_STATES) > 0:
+            self._take(surplus)
+            self._skip(surplus)
+
+    def read(self, count: int) -> mx.array:
+        """Return states [1, count, H] of the next positions, and drop them."""
+        parts = [states[row : row + 1, part.start : part.stop] for states, row, part in self._take(count)]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    def _skip(self, positions: int) -> None:
+        self.held += positions
+        self.skipped += positions
+
+    def _keep(self, count: int) -> None:
+        self.states = self._take(count)
+
+    def _take(self, count: int) -> list[tuple[mx.array, int, range]]:
+        """Return the first `count` states, and drop them."""
+        taken = []
+        while count and self.states:
+            states, row, part = self.states[0]
+            taken.append((states, row, part[:count]))
+            self.states[:1] = [(states, row, part[count:])] if len(part) > count else []
+            count -= len(taken[-1][2])
+        return taken
 
 
 @dataclass
@@ -47,13 +108,17 @@ class Drafted:
 
 
 class Drafter:
-    """Draft model with the KV of a runner's micro-batches. Not thread-safe: used by the thread that owns MLX."""
+    """Draft model or head, with the KV of a runner's micro-batches. Not thread-safe: used by the thread that owns MLX."""
 
-    def __init__(self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int) -> None:
-        """Store the model. `stage`: the whole draft model; `vocab_size`: the target model's; `drafts`: maximum drafts
-        requested."""
+    def __init__(
+        self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int, target: StageModel | None = None
+    ) -> None:
+        """Store the model. `stage`: the whole draft model, or a draft head; `vocab_size`: the target model's; `drafts`: maximum
+        drafts requested; `target`: last stage of the model that a head reads the states of."""
         self.stage = stage
         """Whole draft model, as one stage."""
+        self._head = stage if isinstance(stage, MTPHead) else None
+        self._target = target
         self._drafts = drafts
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
@@ -62,7 +127,8 @@ class Drafter:
     @property
     def nbytes(self) -> int:
         """Bytes of KV of all micro-batches."""
-        return sum(store.nbytes for store in self._stores)
+        apart = sum(int(cache.nbytes) for known in self._known.values() for cache in known.caches or ())
+        return apart + sum(store.nbytes for store in self._stores)
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
@@ -72,7 +138,9 @@ class Drafter:
                 if request_id in store:
                     store.leave(request_id)
         for insert in plan.inserts:
-            self._known[insert.request_id] = _Known(list(insert.tokens))
+            first, params = int(self._head is not None), insert.params
+            reads = not (params.penalised or params.structured_outputs is not None)
+            self._known[insert.request_id] = _Known(list(insert.tokens), reads, first, first)
         if (spec := plan.spec_decode_plan) is None:
             return
         for row in spec.rows:
@@ -80,23 +148,39 @@ class Drafter:
             if not spec.ask:
                 self._known[row.request_id].tried = 0  # the number of accepted drafts will not be reported
 
-    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted:
-        """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step."""
+    def note(self, request_id: str, position: int, hidden: mx.array, row: int, count: int) -> None:
+        """Store the model's hidden states `hidden[row, :count]` of a sequence's positions from `position` on, for a head."""
+        known = self._known[request_id]
+        if self._head is not None and known.reads:
+            known.note(position, hidden, row, count)
+            known.forget()
+
+    def read_prompt(self, request_id: str, position: int, hidden: mx.array, row: int, count: int) -> None:
+        """Note the states of a prompt's chunk, and let a head read it."""
+        known = self._known[request_id]
+        if self._head is None or not known.reads:
+            return
+        known.note(position, hidden, row, count)
+        known.caches = known.caches or self.stage.make_caches()
+        self._read(known, known.caches, min(len(known.tokens) - known.held, known.pending))
+
+    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
+        """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if a head has
+        read none of them."""
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         store = self._stores[plan.micro_batch]
         for request_id, tokens in sampled.items():
             known = self._known[request_id]
             taken = accepted(rows[request_id].tokens, tokens) if request_id in rows else 0
-            known.held += min(known.tried, taken)
+            if self._head is None:
+                known.held += min(known.tried, taken)
             known.tried = 0
             known.tokens += [max(token, 0) for token in tokens[: taken + 1]]
+        ready = {request_id for request_id in sampled if self._catch_up(request_id, store)}
         for request_id in store.ids:
-            if request_id not in sampled:
-                store.leave(request_id)
-                self._known[request_id].held = self._known[request_id].tried = 0
-        for request_id in sampled:
-            self._catch_up(request_id, store)
-        return self._guess(store, count)
+            if request_id not in ready:
+                self._set_apart(request_id, store)
+        return self._guess(store, count) if ready else None
 
     # ---- inside
 
@@ -113,34 +197,60 @@ class Drafter:
             known.tokens += [*row.past, *row.tokens[:1]][-missing:]
         else:
             del known.tokens[row.length + 1 :]
-        known.held = min(known.held, len(known.tokens))
+        if known.held > len(known.tokens):
+            known.held = len(known.tokens)
+            known.states.clear()
 
-    def _catch_up(self, request_id: str, store: KVStore) -> None:
-        """Feed a sequence's tokens until one batched step can process the rest."""
+    def _set_apart(self, request_id: str, store: KVStore) -> None:
+        """Move a sequence's KV out of its row, without drafts."""
         known = self._known[request_id]
-        caches: list[Cache] | None = None
-        if request_id not in store:
-            caches, known.held = self.stage.make_caches(), 0
-        else:
-            store.cut(request_id, known.held)
-            if len(known.tokens) - known.held > 1 + self._drafts:
-                caches = store.extract(request_id)
-                store.leave(request_id)
-        if caches is None:
-            return
-        while (rest := len(known.tokens) - 1 - known.held) > 0:
-            chunk = known.tokens[known.held : known.held + min(rest, CHUNK)]
-            self.stage.forward(mx.array([chunk], dtype=mx.int32), caches)
-            mx.eval([cache.state for cache in caches])
-            known.held += len(chunk)
-        store.join(request_id, caches, known.held)
+        store.cut(request_id, known.row_length)
+        known.caches, known.tried = store.extract(request_id), 0
+        store.leave(request_id)
+
+    def _catch_up(self, request_id: str, store: KVStore) -> bool:
+        """Feed a sequence's tokens until one batched step can process the rest. Return False if a head lacks its states."""
+        known = self._known[request_id]
+        if self._head is not None and known.pending < max(len(known.tokens) - known.held, 1):
+            return False
+        if request_id in store:
+            if len(known.tokens) - known.held <= 1 + self._drafts:
+                store.cut(request_id, known.row_length)
+                return True
+            self._set_apart(request_id, store)
+        known.caches = known.caches or self.stage.make_caches()
+        self._read(known, known.caches, len(known.tokens) - 1 - known.held)
+        if known.row_length < 1:
+            return False
+        store.join(request_id, known.caches, known.row_length)
+        known.caches = None
+        return True
+
+    def _read(self, known: _Known, caches: list[Cache], count: int) -> None:
+        """Feed the next `count` tokens of a sequence."""
+        while count > 0:
+            chunk = known.tokens[known.held : known.held + min(count, CHUNK)]
+            states = self._states(known.read(len(chunk))) if self._head is not None else None
+            self._forward(mx.array([chunk], dtype=mx.int32), caches, states)
+            known.held, count = known.held + len(chunk), count - len(chunk)
+            (mx.eval if count else dispatch)([cache.state for cache in caches])
+
+    def _states(self, hidden: mx.array) -> mx.array:
+        """Return a head's input for the model's hidden states [B, L, H]: those after its last norm."""
+        assert self._target is not None
+        return self._target.final(hidden)
 
     def _guess(self, store: KVStore, count: int) -> Drafted:
         ids = store.ids
         fed = [self._known[one].tokens[self._known[one].held :] for one in ids]
         width = max(map(len, fed))
         tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
-        hidden = self._forward(tokens, store.batch([len(row) for row in fed]))
+        states = None
+        if self._head is not None:
+            rows = [self._known[one].read(len(row)) for one, row in zip(ids, fed, strict=True)]
+            rows = [mx.pad(row, [(0, 0), (0, width - row.shape[1]), (0, 0)]) if row.shape[1] < width else row for row in rows]
+            states = self._states(mx.concatenate(rows) if len(rows) > 1 else rows[0])
+        hidden = self._forward(tokens, store.batch([len(row) for row in fed]), states)
         last = mx.array([len(row) - 1 for row in fed], dtype=mx.int32)[:, None, None]
         hidden = mx.take_along_axis(hidden, last, axis=1)
         for one in ids:
@@ -149,14 +259,18 @@ class Drafter:
         guesses = [self._likeliest(hidden)]
         while len(guesses) < count:
             dispatch(guesses[-1])
-            guesses.append(self._likeliest(self._forward(guesses[-1][:, None], store.batch())))
+            hidden = self._forward(guesses[-1][:, None], store.batch(), hidden)
+            guesses.append(self._likeliest(hidden))
         found = mx.stack(guesses, axis=1)
         dispatch(found)
         return Drafted(ids, found)
 
-    def _forward(self, tokens: mx.array, caches: list[Cache]) -> mx.array:
+    def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.
-        return self.stage.forward(mx.minimum(tokens, self.stage.vocab_size - 1), caches)
+        tokens = mx.minimum(tokens, self.stage.vocab_size - 1)
+        if self._head is not None and states is not None:
+            return self._head.join(tokens, states, caches)
+        return self.stage.forward(tokens, caches)
 
     def _likeliest(self, hidden: mx.array) -> mx.array:
         """Return int32 [rows]: the most likely tokens, from hidden states [rows, 1, H]."""

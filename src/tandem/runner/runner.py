@@ -107,6 +107,7 @@ class Runner:
         vocabulary: Vocabulary | None = None,
         drafts: int = 0,
         drafter: Drafter | None = None,
+        head: bool = False,
         attention: Attention | None = None,
         disk: KVDisk | None = None,
     ) -> None:
@@ -114,8 +115,9 @@ class Runner:
         single one.
 
         `samples`: True on the one sampling rank, which needs `vocabulary` for grammars. `drafts`: maximum drafts per sequence
-        in a plan; `drafter`: draft model, on the sampling rank. `attention` replaces mlx-lm's in decode steps; `disk`: disk
-        cache, None without one. Raises UnsupportedModel for drafts with a model whose caches cannot be trimmed.
+        in a plan; `drafter`: draft model or head, on the sampling rank; `head`: True on all ranks if it is a head.
+        `attention` replaces mlx-lm's in decode steps; `disk`: disk cache, None without one. Raises UnsupportedModel for
+        drafts with a model whose caches cannot be trimmed.
         """
         if drafts and stage.changing_rope:
             raise UnsupportedModel(f"serve the model without speculative decoding: {stage.changing_rope}")
@@ -135,7 +137,8 @@ class Runner:
         self._pooler = Pooler()
         self._prompt_rows = PromptRows.of(stage)
         self.drafter = drafter
-        """Draft model, on the sampling rank; None without one."""
+        """Draft model or head, on the sampling rank; None without one."""
+        self._head = head and stage.is_last
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -237,6 +240,9 @@ class Runner:
         hidden = self._forward(pending, (len(order), 1), tokens, micro_batch.store.batch())
         if len(ids) < len(order):
             hidden = hidden[mx.array([row for row, one in enumerate(order) if one], dtype=mx.int32)]
+        if self.drafter is not None:
+            for row, one in enumerate(ids):
+                self.drafter.note(one, micro_batch.store.length(one) - 1, hidden, row, 1)
         self._sample(pending, hidden[:, -1:], ids)
 
     def _verify(self, plan: StepPlan, spec: SpecDecodePlan, micro_batch: MicroBatchState, pending: PendingStep) -> None:
@@ -252,6 +258,10 @@ class Runner:
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
+        if self.drafter is not None:
+            for number, one in enumerate(order):
+                if one:
+                    self.drafter.note(one, rows[one].length, hidden, number, len(rows[one].tokens))
         places = [row * width + i for row, given in enumerate(fed) if order[row] for i in range(len(given))]
         hidden = hidden.reshape(-1, 1, hidden.shape[-1])
         if len(places) < hidden.shape[0]:
@@ -300,6 +310,12 @@ class Runner:
             rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
             last = hidden[rows, places][:, None] if others or width > ops[0].count else hidden[:, -1:]
             self._sample(pending, last, [op.request_id for _, op in ends])
+        if self._head:
+            dispatch(hidden)  # on each rank of the stage, as its sums take all of them
+        if self.drafter is not None:
+            for row, op in enumerate(ops):
+                if op.samples and op.pooling is None:
+                    self.drafter.read_prompt(op.request_id, op.start, hidden, row, op.count)
         # A chunk without sampling is computed for its KV alone.
         dispatch([cache.state for own in kept for cache in own])
 
