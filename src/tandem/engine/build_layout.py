@@ -30,6 +30,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable
 from tandem.models.partition import split_layers
+from tandem.models.pictures import why_blind
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.planner.profile import Profile, read_profile
@@ -87,11 +88,14 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     require_dry_run(files.path, description)
     if files.headers is not None and model.weights_from == "head":
         files = resolve(model.model, revision=model.revision)
-    if description.left_out:
+    if not (why := why_blind(description)):
+        log.info("%s: its vision tower is loaded with the first picture", files.name)
+    elif description.left_out:
         log.warning(
-            "%s: its text model alone is served, %s left out; requests with other than text are refused",
+            "%s: its text model alone is served, %s left out (%s); requests with other than text are refused",
             files.name,
             " and ".join(description.left_out),
+            why,
         )
     sizes = stage_sizes(parallel)
     ranges = split_layers(
