@@ -88,15 +88,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     require_dry_run(files.path, description)
     if files.headers is not None and model.weights_from == "head":
         files = resolve(model.model, revision=model.revision)
-    if not (why := why_blind(description)):
-        log.info("%s: its vision tower is loaded with the first picture", files.name)
-    elif description.left_out:
-        log.warning(
-            "%s: its text model alone is served, %s left out (%s); requests with other than text are refused",
-            files.name,
-            " and ".join(description.left_out),
-            why,
-        )
+    _note_senses(files.name, description)
     sizes = stage_sizes(parallel)
     ranges = split_layers(
         description.num_layers,
@@ -157,6 +149,19 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         files, description, specs, context, micro_batches, pooling_of(files.path, model.pooling), defaults,
         adapters, lora_rank, profile,
     )  # fmt: skip
+
+
+def _note_senses(name: str, description: ModelDescription) -> None:
+    """Log what of a multimodal model is served."""
+    if not (why := why_blind(description)):
+        log.info("%s: its vision tower is loaded with the first picture", name)
+    elif description.left_out:
+        log.warning(
+            "%s: its text model alone is served, %s left out (%s); requests with other than text are refused",
+            name,
+            " and ".join(description.left_out),
+            why,
+        )
 
 
 def _stage_specs(
