@@ -16,6 +16,7 @@ from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.checkpoints.resolve import resolve
 from tandem.engine.pictures import INPUT_BYTES
+from tandem.engine.thread import Event
 from tandem.errors import RequestError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
@@ -38,7 +39,7 @@ def request(name: str, family: str, *parts: list[int] | int) -> EngineRequest:
     return EngineRequest(request_id=name, prompt=tokens, params=PARAMS, pictures=pictures)
 
 
-def answers(llm: LLM, *requests: EngineRequest, seen: Callable[[object], None] = lambda _: None) -> dict[str, list[int]]:
+def answers(llm: LLM, *requests: EngineRequest, seen: Callable[[Event], object] = lambda _: None) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {one.request_id: [] for one in requests}
     for output in submitted(llm, requests, seen):
         found[output.request_id] += output.tokens
@@ -78,6 +79,21 @@ def test_cached_prefixes_are_of_one_picture(tmp_path: Path) -> None:
     assert hashed(asked[0].prompt, asked[0].pictures)[:40] == start
     twice, moved = ((replace(asked[0].pictures[0], start=at, length=5) for at in places) for places in ((40, 45), (40,)))
     assert hashed([7] * 60, twice) != hashed([7] * 60, moved)
+
+
+def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two pictures many are answered, also after preemption; features are encoded again where they left."""
+    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", 2 * 4 * 64 * 4)
+    path = seeing_model(tmp_path, "gemma3")
+    parts: list[tuple[list[int] | int, ...]] = [(BEFORE[i:], i, BETWEEN, i % 3 + 1, AFTER) for i in range(6)]
+    requests = [request(str(i), "gemma3", *one) for i, one in enumerate(parts)]
+    with LLM(str(path), prefill_chunk=16, prefix_cache=0.0) as llm:
+        found = answers(llm, *requests, seen=lambda _: llm.engine.scheduler.batches.relieve())
+        held, preemptions = ask(llm, lambda engine: (len(engine._pictures._held), engine.scheduler.batches.preemptions))
+        with pytest.raises(RequestError, match="send fewer or smaller ones"):
+            answers(llm, request("three", "gemma3", 1, 2, 3, AFTER))
+    assert held == 2 and preemptions
+    assert found == {str(i): alone(path, "gemma3", PARAMS.max_tokens, *one) for i, one in enumerate(parts)}
 
 
 def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
