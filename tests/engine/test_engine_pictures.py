@@ -17,7 +17,7 @@ from tandem import LLM, SamplingParams
 from tandem.checkpoints.resolve import resolve
 from tandem.engine.pictures import INPUT_BYTES
 from tandem.engine.thread import Event
-from tandem.errors import RequestError
+from tandem.errors import OverloadedError, RequestError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.partition import split_layers
@@ -26,6 +26,7 @@ from tandem.protocol.pictures import EncodePicture, hashed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp
 from tandem.runner.pictures import Encoder, PictureFeatures
+from tandem.scheduler.sequence import Sequence
 from tandem.testing import tiny_model
 from thread_ranks import ThreadGroup, ThreadRank
 
@@ -142,7 +143,7 @@ def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int]) -> None
     assert found == [alone(files.path, "gemma3", PARAMS.max_tokens, BEFORE, 1, BETWEEN, 2, AFTER)] * size
 
 
-def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine before they are queued, or by ranks, for the request with that picture; the others go on."""
     good = request("good", "gemma3", BEFORE, 1, AFTER)
     broken = replace(good.pictures[0], inputs=b"no safetensors", key="0" * 64)
@@ -161,6 +162,11 @@ def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path) -> None:
         wrong = replace(good.pictures[0], key="1" * 64, length=3)  # another number of placeholders than features
         with pytest.raises(RequestError, match="cannot be encoded"):
             answers(llm, replace(good, pictures=(wrong,)))
+        size = len(good.pictures[0].inputs)
+        for most, refusal in ((size - 1, RequestError), (2 * size - 1, OverloadedError)):
+            monkeypatch.setattr("tandem.engine.pictures.LIVE_BYTES", most)
+            with pytest.raises(refusal):
+                ask(llm, lambda engine: engine._pictures.check(good, [Sequence(good, 1)]))
         assert len(answers(llm, good)["good"]) == PARAMS.max_tokens
     with LLM(str(tiny_model(tmp_path / "b"))) as llm, pytest.raises(RequestError, match="takes no pictures: it is a text model"):
         answers(llm, good)

@@ -148,7 +148,7 @@ class Engine:
                 param="model",
                 code="model_cannot_generate",
             )
-        self._pictures.check(request)
+        self._pictures.check(request, self._scheduler.sequences.values())
         adapter = self.rank_group.adapters.get(request.adapter)
         if request.adapter and adapter is None:
             raise UnavailableError(f"The lora adapter '{request.adapter}' is not loaded.", code="adapter_not_loaded")

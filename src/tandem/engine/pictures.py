@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from tandem.engine.recovery import RankGroup
-from tandem.errors import RequestError
+from tandem.errors import OverloadedError, RequestError
 from tandem.models.pictures import why_blind
 from tandem.protocol.control import EngineMessage, Refused
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
@@ -19,6 +19,8 @@ FEATURE_BYTES = 256 * 2**20
 """Most bytes of features on each rank of the first stage, counted as float32."""
 INPUT_BYTES = 64 * 2**20
 """Most bytes of one picture's inputs."""
+LIVE_BYTES = 2**30
+"""Most bytes of the inputs of all live requests, which the engine keeps for new ranks."""
 _KEY = re.compile("[0-9a-f]{64}")
 
 
@@ -37,8 +39,9 @@ class PictureManager:
         self._answers: dict[int, str] = {}
         """Answers so far by rank: errors, or empty texts."""
 
-    def check(self, request: EngineRequest) -> None:
-        """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt."""
+    def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
+        """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
+        sequences leave no room."""
         if not request.pictures:
             return
         if why := why_blind(self._group.layout.description):
@@ -53,19 +56,16 @@ class PictureManager:
             if not (fits and _KEY.fullmatch(picture.key)):
                 raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
             if len(picture.inputs) > INPUT_BYTES:
-                raise RequestError(
-                    f"picture {number} takes {len(picture.inputs) / 2**20:.0f} MiB; at most {INPUT_BYTES // 2**20} are allowed; "
-                    "send a smaller one",
-                    param="messages",
-                )
+                raise _too_large(f"picture {number} takes", len(picture.inputs), INPUT_BYTES)
             stop = picture.start + picture.length
         need = sum({picture.key: self._bytes(picture.length) for picture in request.pictures}.values())
         if need > FEATURE_BYTES:
-            raise RequestError(
-                f"the features of these pictures take {need / 2**20:.0f} MiB; at most {FEATURE_BYTES // 2**20} are allowed; "
-                "send fewer or smaller ones",
-                param="messages",
-            )
+            raise _too_large("the features of these pictures take", need, FEATURE_BYTES)
+        own, others = _input_bytes([request]), _input_bytes(sequence.request for sequence in live)
+        if own > LIVE_BYTES:
+            raise _too_large("these pictures take", own, LIVE_BYTES)
+        if own + others > LIVE_BYTES:
+            raise OverloadedError("pictures of other requests fill the room for them; try again later")
 
     def _bytes(self, positions: int) -> int:
         return 4 * self._group.layout.description.hidden_size * positions
@@ -125,6 +125,16 @@ class PictureManager:
         """Forget what ranks held, as they have ended; their successors encode again."""
         self._held.clear()
         self._evicts, self.encoding = [], None
+
+
+def _too_large(what: str, size: int, most: int) -> RequestError:
+    return RequestError(
+        f"{what} {size / 2**20:.0f} MiB; at most {most // 2**20} are allowed; send fewer or smaller ones", param="messages"
+    )
+
+
+def _input_bytes(requests: Iterable[EngineRequest]) -> int:
+    return sum(len(picture.inputs) for request in requests for picture in request.pictures)
 
 
 def _keys(sequences: Iterable[Sequence]) -> set[str]:
