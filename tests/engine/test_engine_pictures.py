@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save
 
-from seeing import VISION, alone, prompt_with, seeing_model
+from seeing import IMAGE, VISION, alone, prompt_with, seeing_model
 from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.checkpoints.resolve import resolve
@@ -108,6 +110,14 @@ def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
     assert killer.killed
     for name in ("a", "b"):
         assert found[name] == alone(path, "mistral3", PARAMS.max_tokens, *prompts[name])
+
+
+def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> None:
+    """mlx-vlm would read other memory there."""
+    files = resolve(str(seeing_model(tmp_path, "pixtral")))
+    large = {"pixel_values": np.zeros((1, 3, 20, 16), np.float32), "image_sizes": np.array([[20, 16]])}
+    error = PictureFeatures(partial(Encoder, files, mx.float32)).encode(EncodePicture("0" * 64, [IMAGE] * 20, save(large)))
+    assert "more than the 16 pixels" in error
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])

@@ -78,6 +78,10 @@ class Encoder:
         arrays: Any = mx.load(io.BytesIO(inputs), format="safetensors")
         if _PIXELS not in arrays:
             raise ValueError(f"the processor made no {_PIXELS}")
+        side = int(getattr(self._model.config.vision_config, "image_size", 0))
+        largest: Any = mx.max(arrays["image_sizes"]).item() if "image_sizes" in arrays else 0
+        if largest > side:  # its positions would be read from beyond their table
+            raise ValueError(f"a side has more than the {side} pixels of the model's vision tower")
         ids = mx.array([list(tokens)], dtype=mx.int32)
         taken = ids[0] == self._placeholder
         made = self._model.get_input_embeddings(ids, arrays.pop(_PIXELS), mask=mx.ones(ids.shape, mx.int32), **arrays)
