@@ -36,6 +36,8 @@ class PictureManager:
         """Keys to drop with the next order."""
         self.encoding: EncodePicture | None = None
         """Order that ranks have not answered yet."""
+        self._step = -1
+        """Step that was next when the last order was sent."""
         self._answers: dict[int, str] = {}
         """Answers so far by rank: errors, or empty texts."""
 
@@ -74,6 +76,8 @@ class PictureManager:
         """Let waiting sequences join whose features are held, and order the next picture if none is being encoded. Raises
         RankFailure."""
         waiting = [sequence for sequence in scheduler.waiting if sequence.request.pictures]
+        if not waiting:
+            return
         pinned = _keys(one for one in scheduler.batches.members() if not one.decoding)
         for sequence in waiting:
             keys = _keys([sequence])
@@ -83,7 +87,8 @@ class PictureManager:
             for key in keys & self._held.keys():
                 self._held.move_to_end(key)
         behind = next((one for one in waiting if one.awaits_pictures), None)
-        if behind is not None and self.encoding is None:
+        rests = scheduler.batches.running and scheduler.next_step == self._step  # a step of those that run comes first
+        if behind is not None and self.encoding is None and not rests:
             pinned |= _keys([behind])
             self._order(next(one for one in behind.request.pictures if one.key not in self._held), behind, pinned, scheduler)
 
@@ -97,7 +102,7 @@ class PictureManager:
             return
         tokens = sequence.tokens[picture.start : picture.start + picture.length]
         self.encoding, self._answers = EncodePicture(picture.key, tokens, picture.inputs, self._evicts), {}
-        self._evicts = []
+        self._evicts, self._step = [], scheduler.next_step
         for one in scheduler.waiting:
             one.encoding = picture.key in _keys([one])
         self._group.executor.encode(self.encoding)
