@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
-from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.adapters import LoadAdapter
+from tandem.protocol.control import Answer, Ready, Stepped
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pictures import EncodePicture, PictureEncoded
-from tandem.protocol.step import GrammarReady, StepPlan
+from tandem.protocol.pictures import EncodePicture
+from tandem.protocol.step import StepPlan
 
-Report = Stepped | GrammarReady | AdapterLoaded | PictureEncoded | Fetched | Written | Surveyed
+Report = Stepped | Answer
 """Messages that ranks send while serving."""
 Progress = Callable[[int, int, int, str], None]
 """Callback for loading progress: (rank, bytes done, total bytes, phase), with the phases of `LoadProgress`."""

@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from tandem.crash_guard import start_thread
 from tandem.executors.lent_threads import LentThread
-from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
-from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.adapters import LoadAdapter
+from tandem.protocol.control import Answer, Ready, Stepped
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.pictures import EncodePicture, PictureEncoded
-from tandem.protocol.step import GrammarReady, RankStep, StepPlan
+from tandem.protocol.step import RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 from tandem.transport.mailbox import Mailbox
 
@@ -32,7 +32,7 @@ class Loaded(Struct, frozen=True):
     total: int
 
 
-Event = Loaded | Ready | Stepped | GrammarReady | AdapterLoaded | PictureEncoded | Fetched | Written | Surveyed | Exception
+Event = Loaded | Ready | Stepped | Answer | Exception
 Report = Callable[[str, int, int], None]
 """Callback for loading progress: (phase, bytes done, total bytes)."""
 Build = Callable[[Report], tuple[Runner, Ready]]

@@ -411,17 +411,6 @@ class Pong(Struct, frozen=True, tag=True):
     """True while blocked on input from the previous stage."""
 
 
-RankMessage = (
-    Hello
-    | LoadProgress
-    | Ready
-    | Stepped
-    | AdapterLoaded
-    | PictureEncoded
-    | GrammarReady
-    | Fetched
-    | Written
-    | Surveyed
-    | Failure
-    | Pong
-)
+Answer = AdapterLoaded | PictureEncoded | GrammarReady | Fetched | Written | Surveyed
+"""Reports of a rank about other orders than plans."""
+RankMessage = Hello | LoadProgress | Ready | Stepped | Answer | Failure | Pong
