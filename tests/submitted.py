@@ -18,7 +18,7 @@ from tandem.protocol.request import EngineRequest
 T = TypeVar("T")
 
 
-def submitted(llm: LLM, requests: Sequence[EngineRequest], seen: Callable[[Event], None] = lambda _: None) -> Iterator[Output]:
+def submitted(llm: LLM, requests: Sequence[EngineRequest], seen: Callable[[Event], object] = lambda _: None) -> Iterator[Output]:
     """What comes of them, until all have ended; raises what goes wrong with one.
 
     `seen` is told first, in the engine's thread: nothing more is computed before it returns, but for what ranks have

@@ -207,7 +207,7 @@ def test_what_ray_raises_is_ours_when_it_leaves(monkeypatch: pytest.MonkeyPatch)
     import ray.exceptions
 
     from tandem.launchers.ray import driver_process
-    from tandem.protocol.placement import HostEnded, PlaceRanks
+    from tandem.protocol.payloads import HostEnded, PlaceRanks
 
     for kind in classes(ray.exceptions):
         error = made(kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tandem.engine.engine import Engine
 from tandem.errors import RankFailure
 from tandem.executors.executor import Executor, Progress
 from tandem.protocol.control import Output, Ready, Refused, Stepped
+from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan
 from tandem.testing import tiny_model
@@ -46,6 +48,8 @@ class Killed(Executor):
         self.kills = deque(kills)
         self.killers: set[str] = set()
         self.plans: deque[StepPlan] = deque()
+        self.encoded: list[PictureEncoded] = []
+        self.orders: list[StepPlan | EncodePicture] = []
         self.deaths = 0
 
     def _pass(self, seconds: float) -> None:
@@ -66,8 +70,19 @@ class Killed(Executor):
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        self.orders.append(plan)
 
-    def collect(self, timeout_s: float) -> list[Stepped]:
+    def encode(self, order: EncodePicture) -> None:
+        self.orders.append(order)
+        self._pass(self.step_s)
+        if order.key in self.killers:
+            self.deaths += 1
+            raise RankFailure("rank 0 was ended by SIGSEGV", rank=0, cause="died")
+        self.encoded.append(PictureEncoded(0, order.key))
+
+    def collect(self, timeout_s: float) -> list[Stepped | PictureEncoded]:
+        if self.encoded:
+            return [self.encoded.pop()]
         if not self.plans:
             self._pass(0.1)
             return []
@@ -76,10 +91,11 @@ class Killed(Executor):
         if self.killers & {*plan.decode, *(op.request_id for op in plan.prefill)}:
             self._die()
         self.plans.popleft()
-        return stepped(plan, 2)
+        return [*stepped(plan, 2)]
 
     def close(self) -> None:
         self.plans.clear()
+        self.encoded.clear()
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +182,46 @@ def test_a_killer_is_found_and_only_it(model: Path, clock: Clock) -> None:
         refused += [one.request_id for one in engine.pump(0.0) if isinstance(one, Refused)]
     assert refused == ["killer"] and executor.deaths == 4
     assert clock.now - begun < 60, "looking whether ranks die without it takes seconds"
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vision = {"vision_config": {"model_type": "siglip_vision_model"}}
+    return tiny_model(tmp_path_factory.mktemp("seeing"), "gemma3", config=vision)
+
+
+def show(engine: Engine, name: str, key: str) -> None:
+    pictures = (Picture(key=key * 64, start=2, length=4, inputs=b""),)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.submit(EngineRequest(request_id=name, prompt=[7] * 20, params=params, pictures=pictures))
+
+
+def test_running_sequences_wait_for_one_picture_at_a_time(seeing: Path, clock: Clock) -> None:
+    engine = an_engine(seeing, executor := Killed(clock, 0.05, 1.0, []))
+    ask(engine, "text", 20, 40)
+    while not any(isinstance(one, Output) for one in engine.pump(0.0)):
+        pass
+    executor.orders.clear()
+    for key in "0123":
+        show(engine, key, key)
+    while not engine.idle:
+        engine.pump(0.0)
+    pictures = [isinstance(one, EncodePicture) for one in executor.orders]
+    assert sum(pictures) == 4 and not any(one and other for one, other in pairwise(pictures))
+
+
+def test_a_picture_that_kills_the_encoder_is_refused_alone(seeing: Path, clock: Clock) -> None:
+    executor = Killed(clock, 0.05, 1.0, [])
+    executor.killers = {"f" * 64}
+    engine = an_engine(seeing, executor)
+    for name, key in (("r0", "0"), ("killer", "f"), ("r1", "1"), ("r2", "f")):
+        show(engine, name, key)
+    ask(engine, "text", 20, 40)
+    ended = {}
+    while not engine.idle:
+        for one in engine.pump(0.0):
+            if isinstance(one, Refused) or (isinstance(one, Output) and one.finish_reason):
+                ended[one.request_id] = getattr(one, "code", None)
+        check_invariants(engine.scheduler)
+    assert ended == {"r0": None, "r1": None, "text": None, "killer": "rank_failure", "r2": "rank_failure"}
+    assert executor.deaths <= 6

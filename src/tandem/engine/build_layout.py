@@ -31,6 +31,7 @@ from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
+from tandem.models.pictures import why_blind
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.planner.profile import Profile, read_profile
@@ -88,12 +89,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     require_dry_run(files.path, description)
     if files.headers is not None and model.weights_from == "head":
         files = resolve(model.model, revision=model.revision)
-    if description.left_out:
-        log.warning(
-            "%s: its text model alone is served, %s left out; requests with other than text are refused",
-            files.name,
-            " and ".join(description.left_out),
-        )
+    _note_senses(files.name, description)
     sizes = stage_sizes(parallel)
     ranges = split_layers(
         description.num_layers,
@@ -150,6 +146,19 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         files, description, specs, context, micro_batches, pooling_of(files.path, model.pooling), defaults,
         adapters, lora_rank, profile,
     )  # fmt: skip
+
+
+def _note_senses(name: str, description: ModelDescription) -> None:
+    """Log what of a multimodal model is served."""
+    if not (why := why_blind(description)):
+        log.info("%s: its vision tower is loaded with the first picture", name)
+    elif description.left_out:
+        log.warning(
+            "%s: its text model alone is served, %s left out (%s); requests with other than text are refused",
+            name,
+            " and ".join(description.left_out),
+            why,
+        )
 
 
 def _stage_specs(

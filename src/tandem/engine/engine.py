@@ -19,6 +19,7 @@ from tandem.engine.adapters import AdapterManager
 from tandem.engine.build_layout import RankGroupLayout, make_executor
 from tandem.engine.cache_queries import CacheQueryHandler, Reply
 from tandem.engine.metrics import DrainRate, EngineMetrics
+from tandem.engine.pictures import PictureManager
 from tandem.engine.recovery import RankGroup
 from tandem.engine.result_collector import ResultCollector
 from tandem.engine.sizing import MemoryGuard
@@ -30,6 +31,7 @@ from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.kv_blocks import UseRemoteStores
+from tandem.protocol.pictures import PictureEncoded
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_GRAMMAR, GrammarReady
 from tandem.scheduler.scheduler import Scheduler
@@ -92,6 +94,7 @@ class Engine:
         self._report = StatusReport(self.rank_group, self.metrics)
         self._cache_queries = CacheQueryHandler(self.rank_group, self._report)
         self.adapters = AdapterManager(settings.model, self.rank_group)
+        self._pictures = PictureManager(self.rank_group)
         self._result_collector = ResultCollector()
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
@@ -145,6 +148,7 @@ class Engine:
                 param="model",
                 code="model_cannot_generate",
             )
+        self._pictures.check(request, self._scheduler.sequences.values())
         adapter = self.rank_group.adapters.get(request.adapter)
         if request.adapter and adapter is None:
             raise UnavailableError(f"The lora adapter '{request.adapter}' is not loaded.", code="adapter_not_loaded")
@@ -231,7 +235,9 @@ class Engine:
                 self._recover(self._scheduler, None)
             self.rank_group.widen(self._scheduler)
             self._send_plans()
-            waits = self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling
+            waits = (
+                self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling or self._pictures.encoding
+            )
             for report in self.executor.collect(timeout_s if waits else 0.0):
                 self._take(report)
             # Send the next plans before the results are processed, so that ranks are not idle.
@@ -251,6 +257,7 @@ class Engine:
         self._compiling = _Standstill()
         self._cache_queries.give_up()
         self.adapters.give_up()
+        self._pictures.forget()
         self._result_collector.forget()
         self.rank_group.recover(scheduler, failure, self._out)
 
@@ -273,6 +280,7 @@ class Engine:
     def _send_plans(self) -> None:
         now = time.monotonic()
         self._send_disk_orders(now)
+        self._pictures.look(self.scheduler)
         self._migrate(now)
         self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:
@@ -307,6 +315,9 @@ class Engine:
     def _take(self, report: Report) -> None:
         if isinstance(report, GrammarReady):
             self.scheduler.compiled(report.request_id)
+            return
+        if isinstance(report, PictureEncoded):
+            self._out += self._pictures.take(report, self.scheduler)
             return
         if isinstance(report, AdapterLoaded):
             self.adapters.take(report)

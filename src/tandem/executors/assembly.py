@@ -27,6 +27,7 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
+from tandem.models.pictures import why_blind
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
@@ -35,6 +36,7 @@ from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
 from tandem.runner.mtp_head import load_mtp_head
+from tandem.runner.pictures import Encoder, PictureFeatures
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
@@ -172,8 +174,16 @@ def build_runner(
         head=spec.mtp,
         attention=chosen_attention(spec.attention),
         disk=disk,
+        pictures=_pictures(spec, stage, files),
     )
     return runner, _ready(spec, runner, trouble)
+
+
+def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureFeatures | None:
+    """Return the features of pictures on a rank of the first stage; None elsewhere, and for models that take no pictures."""
+    if not stage.is_first or files is None or why_blind(describe(files)):
+        return None
+    return PictureFeatures(partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu())))
 
 
 def _open_disk(

@@ -15,10 +15,9 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from tandem import errors
 from tandem.errors import RankFailure, SpawnError, TandemError, TransportError, UsageError
 from tandem.executors.executor import Executor, Progress, Report
-from tandem.executors.failure_cause import rank_failure
+from tandem.executors.failure_cause import rank_failure, usage_error
 from tandem.executors.watchdog import SILENT_S, Watchdog
 from tandem.executors.weight_source import serve_adapter, serve_model
 from tandem.launchers.base import Launcher, Place, ProcessGroup, RankProcess
@@ -44,7 +43,8 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.step import GrammarReady, StepPlan
+from tandem.protocol.pictures import EncodePicture
+from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus, rank_identity
 
@@ -290,8 +290,6 @@ class ClusterExecutor(Executor):
                     f"ranks {sorted(missing)} did not {what} within {self._start_timeout:.0f} s (start_timeout)", cause="start"
                 )
 
-    # --- steps ---
-
     def submit(self, plan: StepPlan) -> None:
         """Send the plan to every rank."""
         self._watchdog.planned(plan, time.monotonic())
@@ -309,6 +307,13 @@ class ClusterExecutor(Executor):
             ]
             self._send(spec.rank, UseRemoteStores(remote_stores))
 
+    def encode(self, order: EncodePicture) -> None:
+        """Send the order to the ranks of the first stage."""
+        first = [spec.rank for spec in self._specs if spec.layers[0] == 0]
+        self._watchdog.encodes(first, time.monotonic())
+        for rank in first:
+            self._send(rank, order)
+
     def collect(self, timeout_s: float) -> list[Report]:
         """Return the ranks' reports; check processes and progress if there are none. Waits at most 0.1 s."""
         reports: list[Report] = []
@@ -316,10 +321,7 @@ class ClusterExecutor(Executor):
         while message is not None:
             if isinstance(message, Report):
                 reports.append(message)
-            if isinstance(message, Stepped):
-                self._watchdog.reported(message, time.monotonic())
-            if isinstance(message, GrammarReady):
-                self._watchdog.compiled(message)
+                self._watchdog.take(message, time.monotonic())
             message = self._receive(0.0)
         if not reports:
             self._look()
@@ -382,10 +384,7 @@ class ClusterExecutor(Executor):
 
     def _translate(self, failure: Failure) -> TandemError:
         """Return the exception for a rank's `failure`: usage errors keep their type, others become RankFailure."""
-        kind = getattr(errors, failure.kind, None)
-        if isinstance(kind, type) and issubclass(kind, UsageError):
-            mistake = kind(f"rank {failure.rank}: {failure.message}")
-            mistake.rank = failure.rank
+        if (mistake := usage_error(failure)) is not None:
             return mistake
         log.debug("%s", failure.traceback)
         deadline = time.monotonic() + DEATH_S

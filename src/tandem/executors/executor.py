@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
-from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.adapters import LoadAdapter
+from tandem.protocol.control import Answer, Ready, Stepped
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.step import GrammarReady, StepPlan
+from tandem.protocol.pictures import EncodePicture
+from tandem.protocol.step import StepPlan
 
-Report = Stepped | GrammarReady | AdapterLoaded | Fetched | Written | Surveyed
+Report = Stepped | Answer
 """Messages that ranks send while serving."""
 Progress = Callable[[int, int, int, str], None]
 """Callback for loading progress: (rank, bytes done, total bytes, phase), with the phases of `LoadProgress`."""
@@ -42,6 +43,10 @@ class Executor(ABC):
 
     def load_adapter(self, order: LoadAdapter) -> None:
         """Send an order to load or unload a LoRA adapter to all ranks, which answer with `AdapterLoaded`. Raises RankFailure."""
+        raise NotImplementedError
+
+    def encode(self, order: EncodePicture) -> None:
+        """Send a picture to the ranks of the first stage, which answer with `PictureEncoded`. Raises RankFailure."""
         raise NotImplementedError
 
     @abstractmethod

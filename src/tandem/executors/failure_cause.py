@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.errors import GpuSilent, RankFailure
+from tandem import errors
+from tandem.errors import GpuSilent, RankFailure, UsageError
+from tandem.protocol.control import Failure
 from tandem.system.metal import fault_of
 
 FULL = (
@@ -16,6 +18,16 @@ WAITED = (
 
 PORT_TAKEN = ("Couldn't bind socket", "Address already in use")
 """Error texts of MLX and NCCL for a port taken since it was found free."""
+
+
+def usage_error(failure: Failure) -> UsageError | None:
+    """Return the usage error that a rank reported, of its class; None for other failures."""
+    kind = getattr(errors, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, UsageError)):
+        return None
+    mistake = kind(f"rank {failure.rank}: {failure.message}")
+    mistake.rank = failure.rank
+    return mistake
 
 
 def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankFailure:

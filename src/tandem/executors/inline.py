@@ -20,9 +20,10 @@ from tandem.executors.watchdog import Watchdog
 from tandem.executors.weight_source import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.adapters import LoadAdapter
-from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.control import Ready
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
+from tandem.protocol.pictures import EncodePicture
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 from tandem.transport.mailbox import Mailbox
@@ -89,12 +90,17 @@ class InlineExecutor(Executor):
         """Queue the order for the thread that owns the device."""
         self._started()[0].submit(order)
 
+    def encode(self, order: EncodePicture) -> None:
+        """Queue the order for the thread that owns the device."""
+        loop, _ = self._started()
+        self._watchdog.encodes([0], time.monotonic())
+        loop.submit(order)
+
     def collect(self, timeout_s: float) -> list[Report]:
         """Return finished steps and other reports; wait up to `timeout_s` seconds for the first. Raises EngineStuck."""
         reports = [event for event in self._wait(timeout_s) if isinstance(event, Report)]
         for report in reports:
-            if isinstance(report, Stepped):
-                self._watchdog.reported(report, time.monotonic())
+            self._watchdog.take(report, time.monotonic())
         try:
             self._watchdog.look(time.monotonic(), lambda _: False)
         except RankFailure as failure:

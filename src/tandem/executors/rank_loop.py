@@ -15,10 +15,11 @@ from msgspec import Struct
 
 from tandem.crash_guard import start_thread
 from tandem.executors.lent_threads import LentThread
-from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
-from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
-from tandem.protocol.step import GrammarReady, RankStep, StepPlan
+from tandem.protocol.adapters import LoadAdapter
+from tandem.protocol.control import Answer, Ready, Stepped
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
+from tandem.protocol.pictures import EncodePicture, PictureEncoded
+from tandem.protocol.step import RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 from tandem.transport.mailbox import Mailbox
 
@@ -31,7 +32,7 @@ class Loaded(Struct, frozen=True):
     total: int
 
 
-Event = Loaded | Ready | Stepped | GrammarReady | AdapterLoaded | Fetched | Written | Surveyed | Exception
+Event = Loaded | Ready | Stepped | Answer | Exception
 Report = Callable[[str, int, int], None]
 """Callback for loading progress: (phase, bytes done, total bytes)."""
 Build = Callable[[Report], tuple[Runner, Ready]]
@@ -47,7 +48,7 @@ class RankLoop:
         self._build = build
         self._mailbox = mailbox
         self._memory = memory
-        self._plans: queue.SimpleQueue[StepPlan | LoadAdapter | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | LoadAdapter | EncodePicture | None] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._finished_at = 0.0
         self._runner: Runner | None = None
@@ -57,7 +58,7 @@ class RankLoop:
             start_thread(self._report, name="results"),
         )
 
-    def submit(self, plan: StepPlan | LoadAdapter) -> None:
+    def submit(self, plan: StepPlan | LoadAdapter | EncodePicture) -> None:
         """Queue a plan, or an order to carry out between plans, and return at once."""
         self._plans.put(plan)
 
@@ -88,6 +89,9 @@ class RankLoop:
             while (plan := self._plans.get()) is not None:
                 if isinstance(plan, LoadAdapter):
                     self._mailbox.put(runner.adapt(plan, self._rank))
+                    continue
+                if isinstance(plan, EncodePicture):
+                    self._mailbox.put(PictureEncoded(self._rank, plan.key, runner.encode(plan)))
                     continue
                 self._begun = plan.step_id
                 self._steps.put(runner.execute(plan))

@@ -16,11 +16,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.errors import RankFailure
 from tandem.protocol.control import Pong, Stepped
+from tandem.protocol.pictures import PictureEncoded
 from tandem.protocol.step import GrammarReady, StepPlan
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ class Watchdog:
         self._steps: deque[_Step] = deque()
         self._compiling: set[str] = set()
         """Requests whose grammars are being compiled."""
+        self._encoding: set[int] = set()
+        """Ranks that encode a picture."""
         self._progress_at = self._done_at = self._awake_at = self._pinged_at = 0.0
         self._number = 0
 
@@ -213,6 +216,7 @@ class Watchdog:
         self._workload = Workload()
         self._steps.clear()
         self._compiling.clear()
+        self._encoding.clear()
         self._loaded = False
         self._progress_at = self._awake_at = now
         self._pinged_at = now - IDLE_PING_S
@@ -236,8 +240,8 @@ class Watchdog:
         return bool(self._steps)
 
     def works(self, rank: int) -> bool:
-        """Return True if the rank has an unfinished step, or a grammar is being compiled."""
-        return bool(self._compiling) or any(rank in step.missing for step in self._steps)
+        """Return True if the rank has an unfinished step or picture, or a grammar is being compiled."""
+        return bool(self._compiling) or rank in self._encoding or any(rank in step.missing for step in self._steps)
 
     # --- events ---
 
@@ -249,6 +253,17 @@ class Watchdog:
         if not self._steps:
             self._progress_at = self._done_at = now
         self._steps.append(_Step(plan.step_id, self._workload.count(plan), set(range(len(self._ranks)))))
+
+    def take(self, report: object, now: float) -> None:
+        """Record a rank's report, of any kind."""
+        if isinstance(report, Stepped):
+            self.reported(report, now)
+        elif isinstance(report, GrammarReady):
+            self.compiled(report)
+        elif isinstance(report, PictureEncoded):
+            self._wake(now)
+            self._encoding.discard(report.rank)
+            self._progress_at = now
 
     def reported(self, report: Stepped, now: float) -> None:
         """Record a rank's report of a finished step."""
@@ -269,6 +284,11 @@ class Watchdog:
     def compiled(self, report: GrammarReady) -> None:
         """Record that the sampling rank has compiled a grammar."""
         self._compiling.discard(report.request_id)
+
+    def encodes(self, ranks: Iterable[int], now: float) -> None:
+        """Record that these ranks encode a picture. It takes longer than steps, so the deadline is the whole `step_timeout`."""
+        self._wake(now)
+        self._encoding, self._progress_at = set(ranks), now
 
     def answered(self, pong: Pong, now: float) -> None:
         """Record a rank's answer to a ping."""
@@ -358,15 +378,21 @@ class Watchdog:
 
     def deadline_s(self) -> float:
         """Return the maximum seconds without progress for the steps in progress."""
-        if not self._pace.known or not self._steps:
+        if self._encoding or not self._pace.known or not self._steps:
             return self._step_timeout
         work = max(step.work for step in self._steps)
         return min(self._floor + FACTOR * self._pace.slowest * work, self._step_timeout)
 
     def _check_progress(self, now: float) -> None:
         still = now - self._progress_at
-        if not self._steps or still <= self.deadline_s():
+        if not (self._steps or self._encoding) or still <= self.deadline_s():
             return
+        if self._encoding:
+            raise RankFailure(
+                f"{_names(sorted(self._encoding))} did not encode a picture in {still:.1f} s (step_timeout)",
+                rank=min(self._encoding),
+                cause="stuck",
+            )
         step, limit = self._steps[0], self.deadline_s()
         self._pace = Pace()  # relearn the pace, so that a false alarm does not repeat
         words, cause, ranks = self._explain(step, now)

@@ -36,6 +36,7 @@ from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import STANDBY, WorkerPayload
+from tandem.protocol.pictures import EncodePicture
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import prepare_metal
@@ -169,7 +170,7 @@ class Worker:
                     loop.fetch(command)
                 elif isinstance(command, LoadAdapter) and command.weights_endpoint:
                     start_thread(partial(self._fetch_adapter, command, loop, mailbox), name="adapter")
-                elif isinstance(command, LoadAdapter):
+                elif isinstance(command, LoadAdapter | EncodePicture):
                     loop.submit(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")

@@ -45,7 +45,6 @@ class Seeking(Protocol):
     """Sequence whose prefix may be read from disk."""
 
     request: EngineRequest
-    tokens: list[int]
     quarantine_record: QuarantineRecord
     finished: bool
     fetched: int
@@ -54,6 +53,10 @@ class Seeking(Protocol):
     """True while its prefix is read; it cannot join a batch before."""
     disk_checked: bool
     """True once ranks were asked to look for its KV, written by another engine, on their disks."""
+
+    @property
+    def hashed(self) -> list[int]:
+        """Tokens as its block hashes take them."""
 
     @property
     def salt(self) -> bytes:
@@ -212,7 +215,7 @@ class DiskTier:
         sequence.fetched = 0
         if not self.on or sequence.whole or sequence.quarantine_record.suspect:
             return
-        hashes = block_hashes(sequence.tokens[:-1], sequence.salt)
+        hashes = block_hashes(sequence.hashed[:-1], sequence.salt)
         every = disk_block_names(hashes)
         names = self._usable(every)
         told = not sequence.disk_checked and sequence.request.kept >= DISK_BLOCK_SIZE
@@ -401,7 +404,7 @@ class DiskTier:
 
     def shares(self, sequence: Seeking) -> int:
         """Return the leading positions of a prompt whose blocks are on disk, with or without a checkpoint at their end."""
-        names = disk_block_names(block_hashes(sequence.tokens, sequence.salt)) if self.on and self.checkpoints else []
+        names = disk_block_names(block_hashes(sequence.hashed, sequence.salt)) if self.on and self.checkpoints else []
         return len(self._disk_blocks.leading(names)) * DISK_BLOCK_SIZE
 
     @property

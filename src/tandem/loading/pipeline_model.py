@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -31,16 +32,19 @@ from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
 
 _PLAIN = Family()
+_TRACING = threading.RLock()
 
 
 @contextmanager
 def unevaluated() -> Iterator[None]:
-    """Ignore `mx.async_eval`, by which some models start what they compute: a trace must not evaluate absent weights."""
-    theirs, mx.async_eval = mx.async_eval, lambda *arrays: None
-    try:
-        yield
-    finally:
-        mx.async_eval = theirs
+    """Ignore `mx.async_eval`, by which some models start what they compute: a trace must not evaluate absent weights. One
+    thread at a time, since it is replaced for all of them."""
+    with _TRACING:
+        theirs, mx.async_eval = mx.async_eval, lambda *arrays: None
+        try:
+            yield
+        finally:
+            mx.async_eval = theirs
 
 
 class PipelineModel:

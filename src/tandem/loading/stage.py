@@ -5,7 +5,8 @@ Chained stages compute bit for bit what mlx-lm's own model computes in one proce
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -138,6 +139,18 @@ class StageModel:
         h = self._pipeline_model.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)
 
+    @contextmanager
+    def embedded(self, features: mx.array, taken: mx.array) -> Iterator[None]:
+        """Give the positions where `taken` [B, L] is true `features` [B, L, H] in place of their tokens' embeddings, in the
+        next `forward`. First stage only."""
+        model, path = self._pipeline_model.model, _embedding(self.modules)
+        whole = at(model, path)
+        put(model, path, _WithFeatures(whole, features, taken))
+        try:
+            yield
+        finally:
+            put(model, path, whole)
+
     def final(self, h: mx.array) -> mx.array:
         """Return hidden states [B, L, H] after the final norm, the head's input. Last stage only."""
         self._require_last()
@@ -244,6 +257,18 @@ class StageModel:
     def caches_of_all_stages(self) -> list[Cache]:
         """Return fresh, unquantised caches for every layer of the model, equal on each rank."""
         return list(make_prompt_cache(self._pipeline_model.model))
+
+
+class _WithFeatures(nn.Module):
+    """Embedding in which features of pictures stand at some positions."""
+
+    def __init__(self, embedding: nn.Module, features: mx.array, taken: mx.array) -> None:
+        super().__init__()
+        self._embedding, self._features, self._taken = embedding, features, taken
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        found: mx.array = self._embedding(tokens)
+        return mx.where(self._taken[..., None], self._features.astype(found.dtype), found)
 
 
 def load_stage(

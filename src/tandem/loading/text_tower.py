@@ -83,8 +83,12 @@ class TextTower(nn.Module):
 
 def build_text_tower(config: JsonObject) -> TextTower:
     """Build the model that mlx-vlm's `load_model` builds for a config.json, and return its language model."""
-    name = module_of(str(config["model_type"]))
     require_source(str(config["model_type"]))
+    return TextTower(build_whole(config, module_of(str(config["model_type"]))))
+
+
+def build_whole(config: JsonObject, name: str) -> Any:
+    """Build all of a model with mlx-vlm's module `name`, with random weights, which stay lazy."""
     import_lazily()
     arch = importlib.import_module(f"mlx_vlm.models.{name}.{name}")
     mend(name)
@@ -94,7 +98,7 @@ def build_text_tower(config: JsonObject) -> TextTower:
     for part in _CONFIGS:
         if hasattr(made, f"{part}_config") and hasattr(configs, f"{part.title()}Config"):
             setattr(made, f"{part}_config", getattr(configs, f"{part.title()}Config").from_dict(entries[f"{part}_config"]))
-    return TextTower(arch.Model(made))
+    return arch.Model(made)
 
 
 def _shared(cache: Any) -> Any:

@@ -15,15 +15,18 @@ _INSTALL = "pip install --no-deps 'mlx-vlm>=0.7.10,<0.8' 'pillow>=12,<14'"
 
 def require_source(model_type: str) -> None:
     """Return if the package that computes a type is installed. Raise UnsupportedModel with the remedy otherwise."""
-    if family_of(model_type).source != "mlx_vlm":
-        return
+    if family_of(model_type).source == "mlx_vlm":
+        require_mlx_vlm(f"model_type {model_type} is computed")
+
+
+def require_mlx_vlm(what: str) -> None:
+    """Return if mlx-vlm is installed. Raise UnsupportedModel with the remedy for `what` otherwise."""
     missing = [name for name in ("mlx-vlm", "pillow") if _version(name) is None]
     version = _version("mlx-vlm") or ()
     if missing or not MLX_VLM[0] <= version < MLX_VLM[1]:
         found = f"{' and '.join(missing)} not installed" if missing else f"mlx-vlm {'.'.join(map(str, version))} is"
         raise UnsupportedModel(
-            f"model_type {model_type} is computed by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} "
-            "(on every machine)"
+            f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)"
         )
 
 

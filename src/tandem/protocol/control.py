@@ -21,6 +21,7 @@ from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.events import Event
 from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.pictures import EncodePicture, PictureEncoded
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan, StepResult
 
@@ -308,7 +309,7 @@ class Ping(Struct, frozen=True, tag=True):
     number: int
 
 
-RankCommand = Plan | LoadAdapter | Fetch | UseRemoteStores | Survey | Stop | Connect | Begin | Ping
+RankCommand = Plan | LoadAdapter | EncodePicture | Fetch | UseRemoteStores | Survey | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -410,6 +411,6 @@ class Pong(Struct, frozen=True, tag=True):
     """True while blocked on input from the previous stage."""
 
 
-RankMessage = (
-    Hello | LoadProgress | Ready | Stepped | AdapterLoaded | GrammarReady | Fetched | Written | Surveyed | Failure | Pong
-)
+Answer = AdapterLoaded | PictureEncoded | GrammarReady | Fetched | Written | Surveyed
+"""Reports of a rank about other orders than plans."""
+RankMessage = Hello | LoadProgress | Ready | Stepped | Answer | Failure | Pong

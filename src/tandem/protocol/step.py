@@ -52,6 +52,8 @@ class InsertOp(Struct, frozen=True, array_like=True):
     params: SamplingParams
     adapter: int = 0
     """Index of the LoRA adapter that the row uses; 0 for none."""
+    pictures: list[tuple[str, int, int]] = []
+    """(Key, start, length) of the pictures in its prompt, whose features ranks of the first stage hold."""
 
 
 class PrefillOp(Struct, frozen=True, array_like=True):

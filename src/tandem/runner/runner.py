@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,7 @@ from tandem.loading.weights import MLX_ERRORS
 from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.pictures import EncodePicture
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
@@ -29,6 +30,7 @@ from tandem.runner.kv_buffer import Attention
 from tandem.runner.kv_store import may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
+from tandem.runner.pictures import PictureFeatures
 from tandem.runner.pooler import Pooler, label_logprobs, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_rows import PromptRows, joined, only_pooled, row_of
@@ -110,14 +112,16 @@ class Runner:
         head: bool = False,
         attention: Attention | None = None,
         disk: KVDisk | None = None,
+        pictures: PictureFeatures | None = None,
     ) -> None:
         """Store the collaborators. `link` connects the stages of a pipeline, `group` the ranks of this stage; None for a
         single one.
 
         `samples`: True on the one sampling rank, which needs `vocabulary` for grammars. `drafts`: maximum drafts per sequence
         in a plan; `drafter`: draft model or head, on the sampling rank; `head`: True on all ranks if it is a head.
-        `attention` replaces mlx-lm's in decode steps; `disk`: disk cache, None without one. Raises UnsupportedModel for
-        drafts with a model whose caches cannot be trimmed.
+        `attention` replaces mlx-lm's in decode steps; `disk`: disk cache, None without one; `pictures`: features of
+        pictures, on the first stage of a model that takes them. Raises UnsupportedModel for drafts with a model whose
+        caches cannot be trimmed.
         """
         if drafts and stage.changing_rope:
             raise UnsupportedModel(f"serve the model without speculative decoding: {stage.changing_rope}")
@@ -126,6 +130,7 @@ class Runner:
         self._link = link
         self.disk = disk
         """Disk cache; None without one."""
+        self._pictures = pictures
         self._prefixes = PrefixStore(disk)
         self._micro_batches = [
             MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention) for _ in range(micro_batches)
@@ -193,6 +198,10 @@ class Runner:
         pending.kv_bytes = sum(one.nbytes for one in self._micro_batches) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
+
+    def encode(self, order: EncodePicture) -> str:
+        """Encode a picture. Return why it cannot be encoded, empty if it was."""
+        return self._pictures.encode(order) if self._pictures is not None else "this model takes no pictures"
 
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
@@ -292,7 +301,10 @@ class Runner:
         if others:
             caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
         self._choose_adapters(micro_batch, [op.request_id for op in ops])
-        hidden = self._forward(pending, (len(ops), width), tokens, caches)
+        inserts = [micro_batch.held[op.request_id].insert for op in ops]
+        found = self._pictures.of(ops, inserts, width) if self._pictures is not None else None
+        with self.stage.embedded(*found) if found is not None else nullcontext():
+            hidden = self._forward(pending, (len(ops), width), tokens, caches)
         kept = [caches]
         if not others and width > ops[0].count:
             whole: Sequence[Any] = caches

@@ -53,7 +53,7 @@ class Migrations:
         """Schedule the migration of a new sequence after its next token, if its request has `leaves` and it can migrate."""
         if sequence.request.leaves and self._can_leave(sequence):
             end = len(sequence.tokens) - (1 if self._disk.checkpoints else 0)  # a prompt is saved before its last token
-            names = self._disk.names(block_hashes(sequence.tokens[:end], sequence.salt))
+            names = self._disk.names(block_hashes(sequence.hashed[:end], sequence.salt))
             self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
@@ -108,7 +108,7 @@ class Migrations:
             if migration.names is None:
                 if room <= 0 or (self._disk.checkpoints and sequence.computed % DISK_BLOCK_SIZE):
                     continue  # its states can be written in the next step that begins at the end of a block
-                migration.names = self._disk.names(block_hashes(sequence.tokens[: sequence.computed], sequence.salt))
+                migration.names = self._disk.names(block_hashes(sequence.hashed[: sequence.computed], sequence.salt))
             ready = [
                 (number, name)
                 for number, name in self._missing(migration)
@@ -131,7 +131,7 @@ class Migrations:
                 del self._leaving[request_id]
             elif self._may_go(migration):
                 del self._leaving[request_id]
-                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.tokens, sequence.salt))))
+                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.hashed, sequence.salt))))
                 self._finish(sequence)
         return gone
 

@@ -23,7 +23,7 @@ class Quarantine:
     def accuse(self, sequences: Mapping[str, Sequence], under_way: Iterable[StepPlan]) -> None:
         """Record a death of the ranks for all sequences that were in process."""
         names = {name for plan in under_way for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
-        working = [s for name, s in sequences.items() if s.awaits_grammar or (name in names and not s.finished)]
+        working = [s for name, s in sequences.items() if s.awaits_grammar or s.encoding or (name in names and not s.finished)]
         alone = [sequence for sequence in working if sequence.quarantine_record.suspect]
         for sequence in alone or working:
             sequence.deaths += 1

@@ -60,6 +60,7 @@ class Scheduler:
         self.admitted_tokens = 0
         """Total tokens of all sequences ever admitted from the queue."""
         self._under_way: dict[int, StepPlan] = {}
+        self._pictures = False  # True once a request had some
         self._arrivals = count()
         self.next_step = first_step
         """Step id of the next plan."""
@@ -71,6 +72,7 @@ class Scheduler:
         check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
         sequence = Sequence(request, seed, next(self._arrivals), adapter=adapter, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
+        self._pictures |= sequence.awaits_pictures
         self.waiting.append(sequence)
         self.disk.seek(sequence, self.prefixes)
         self.migrations.enter(sequence)
@@ -105,11 +107,9 @@ class Scheduler:
     def _queue(self) -> deque[Sequence]:
         """Waiting sequences that can be admitted now."""
         embeds = self.prompts.embeds(self.batches.members())
-        return (
-            self.waiting
-            if embeds and not self.disk.fetching
-            else deque(one for one in self.waiting if not one.awaits_kv and (embeds or one.request.pooling is None))
-        )
+        if embeds and not self.disk.fetching and not self._pictures:
+            return self.waiting
+        return deque(one for one in self.waiting if not one.held_back and (embeds or one.request.pooling is None))
 
     @property
     def under_way(self) -> int:
@@ -272,7 +272,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
             micro_batch.members[sequence.request_id] = sequence
-            hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens, sequence.salt)
+            hit = None if sequence.whole else self.prefixes.lookup(sequence.hashed, sequence.salt)
             if hit is not None:
                 restores.append(SavePrefixOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(micro_batch.index, hit.length if hit else 0))
@@ -284,7 +284,7 @@ class Scheduler:
 
     def _save_points(self, sequence: Sequence) -> list[int]:
         on_disk = self.disk.shares(sequence)
-        return self.prefixes.save_points(sequence.tokens, sequence.salt, cached=sequence.computed, on_disk=on_disk)
+        return self.prefixes.save_points(sequence.hashed, sequence.salt, cached=sequence.computed, on_disk=on_disk)
 
     def _first(self) -> Sequence:
         """Return the waiting sequence to admit next."""
@@ -298,7 +298,7 @@ class Scheduler:
         """Save the prompt's KV, cut to whole blocks, if this chunk reaches a save point; None otherwise."""
         if op.start + op.count not in sequence.save_points or self.batches.pressed:
             return None
-        saved = self.prefixes.save(sequence.tokens[: op.start + op.count], sequence.salt)
+        saved = self.prefixes.save(sequence.hashed[: op.start + op.count], sequence.salt)
         if saved is None:
             return None
         self.disk.delete(saved.drops)
@@ -307,7 +307,7 @@ class Scheduler:
     def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
         """Return the keys of prefixes to write to disk: new ones, and cached ones of warm-up requests."""
         warmed = (micro_batch.members[op.request_id] for op in prefill if op.last)
-        old = (self.prefixes.holding(one.tokens, one.salt) for one in warmed if one.request.warms and one.request.on_disk)
+        old = (self.prefixes.holding(one.hashed, one.salt) for one in warmed if one.request.warms and one.request.on_disk)
         new = ((save.key, micro_batch.members[save.request_id]) for save in saves)
         return {key for key, one in new if one.request.on_disk and one not in self.migrations} | {*filter(None, old)}
 
@@ -425,7 +425,7 @@ class Scheduler:
         """Fail a sequence with error code `why` in place of a token. Prefixes that gave non-finite logits are discarded,
         since a transient device fault may have damaged them for every request."""
         if why == NOT_FINITE:
-            hashes = block_hashes(sequence.tokens, sequence.salt)
+            hashes = block_hashes(sequence.hashed, sequence.salt)
             self.prefixes.discard(hashes)
             self.disk.discard(hashes)
         self._finish(sequence)
@@ -450,7 +450,7 @@ class Scheduler:
         suspects, as another cause kills ranks. Suspects are next, and run alone (protocol/quarantine.py). Returns refusals
         for requests that are not retried.
         """
-        if died and not (self._under_way or self.compiling):
+        if died and not (self._under_way or self.compiling or any(one.encoding for one in self.sequences.values())):
             for sequence in self.sequences.values():
                 sequence.quarantine_record.clear()
         elif died and blame:

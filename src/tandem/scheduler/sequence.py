@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.control import Refused
 from tandem.protocol.logprobs import PromptLogprobs, joined
+from tandem.protocol.pictures import hashed
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResult
@@ -50,6 +51,10 @@ class Sequence:
     """KV positions read from disk for it, beyond those cached in memory."""
     awaits_kv: bool = False
     """True while its prefix is read from disk; it cannot join a batch before."""
+    awaits_pictures: bool = False
+    """True until ranks hold the features of its pictures; it cannot join a batch before."""
+    encoding: bool = False
+    """True while ranks encode one of its pictures."""
     awaits_grammar: bool = False
     """True while its grammar is compiled; the last prompt chunk waits for that."""
     disk_checked: bool = False
@@ -80,6 +85,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
         self.tokens = [*self.request.prompt, *self.request.produced]
+        self.awaits_pictures = bool(self.request.pictures)
         if self.request.quarantine_record is not None:
             self.quarantine_record = replace(self.request.quarantine_record)
 
@@ -87,6 +93,16 @@ class Sequence:
     def salt(self) -> bytes:
         """Start of its block hashes: KV of another adapter is not the same."""
         return self.adapter.digest.encode() if self.adapter is not None else b""
+
+    @property
+    def hashed(self) -> list[int]:
+        """Tokens as its block hashes take them: other pictures give other KV."""
+        return hashed(self.tokens, self.request.pictures) if self.request.pictures else self.tokens
+
+    @property
+    def held_back(self) -> bool:
+        """True while it cannot join a batch."""
+        return self.awaits_kv or self.awaits_pictures
 
     @property
     def whole(self) -> bool:
@@ -145,7 +161,8 @@ class Sequence:
         self.told = len(self.tokens)
         self.awaits_grammar = self.samples and self.request.params.structured_outputs is not None
         adapter = self.adapter.index if self.adapter is not None else 0
-        return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params, adapter)
+        pictures = [(one.key, one.start, one.length) for one in self.request.pictures]
+        return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params, adapter, pictures)
 
     @property
     def scores(self) -> bool:
@@ -205,6 +222,7 @@ class Sequence:
     def leave(self) -> None:
         """Leave its micro-batch; its KV is dropped."""
         self.micro_batch, self.computed, self.awaits_grammar = None, 0, False
+        self.awaits_pictures, self.encoding = bool(self.request.pictures), False
 
 
 def no_token(request_id: str, why: int) -> Refused:

@@ -22,12 +22,12 @@ from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import NodeList, RayNode
 from tandem.launchers.ssh import HostProcess
 from tandem.processes.interpreter import module_command
-from tandem.protocol import placement
+from tandem.protocol import payloads
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.payloads import LAUNCHERS
 
 T = TypeVar("T")
-OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
+OnHost = Callable[[payloads.HostOutput | payloads.HostEnded], None]
 log = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
@@ -96,7 +96,7 @@ class RayDriver(HostProcess):
         _check_installed()
         self._address = cluster_address(address)
         self._on_host = on_host
-        self._news: queue.Queue[placement.DriverMessage | None] = queue.Queue()
+        self._news: queue.Queue[payloads.DriverMessage | None] = queue.Queue()
         lock = str((runtime_dir() / "ray-placement.lock").absolute())
         super().__init__(
             module_command(LAUNCHERS, "ray", "place", self._address, str(start_units), lock),
@@ -113,28 +113,28 @@ class RayDriver(HostProcess):
         log.debug("ray: %s", self._last_words[-1])
 
     def _take(self, line: bytes) -> None:
-        message = msgspec.json.decode(line, type=placement.DriverMessage)
-        if isinstance(message, placement.HostOutput | placement.HostEnded):
+        message = msgspec.json.decode(line, type=payloads.DriverMessage)
+        if isinstance(message, payloads.HostOutput | payloads.HostEnded):
             self._on_host(message)
         else:
             self._news.put(message)
 
-    def connect(self) -> placement.Connected:
+    def connect(self) -> payloads.Connected:
         """Wait for the connection. Raises UsageError after a timeout or refusal, RankFailure when the driver exits."""
         timeout_s = NEW_S if self._address == "new" else CONNECT_S
         message = self.next(timeout_s)
-        if not isinstance(message, placement.Connected):
+        if not isinstance(message, payloads.Connected):
             raise UsageError(
                 f"no Ray head has answered at {self._address} within {timeout_s:.0f} s; is it one, and "
                 "does a firewall let Ray's ports through?"
             )
         return message
 
-    def place(self, request: placement.PlaceRanks) -> None:
+    def place(self, request: payloads.PlaceRanks) -> None:
         """Request places; the answer is the `next` message. Ignored if the driver has exited."""
         self.tell(msgspec.json.encode(request))
 
-    def next(self, timeout_s: float) -> placement.DriverMessage | None:
+    def next(self, timeout_s: float) -> payloads.DriverMessage | None:
         """Return the driver's next message; None after `timeout_s` seconds.
 
         Raises UsageError for errors that the user must fix, RankFailure when the driver has exited.
@@ -143,7 +143,7 @@ class RayDriver(HostProcess):
             message = self._news.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
             return None
-        if isinstance(message, placement.ClusterRefused):
+        if isinstance(message, payloads.ClusterRefused):
             raise UsageError(message.message)
         if message is None:
             self._news.put(None)
@@ -202,14 +202,14 @@ def ray_command(address: str | None, node_id: str, module: str, *, token: bool) 
     return [*shown, *module_command(LAUNCHERS, "ray", "run", cluster_address(address), node_id, module)]
 
 
-def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, placement.Connected]:
+def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, payloads.Connected]:
     """Return a connected driver, authenticated with the user's Ray token if the cluster requires it.
 
     The token is tried second: a driver with a token gets no answer from a cluster without authentication. Raises UsageError and
     RankFailure.
     """
 
-    def connected(token: bool) -> tuple[RayDriver, placement.Connected]:
+    def connected(token: bool) -> tuple[RayDriver, payloads.Connected]:
         driver = RayDriver(address, start_units, on_host, token=token)
         try:
             return driver, driver.connect()

@@ -42,8 +42,16 @@ from tandem.launchers.ray.driver import sigterm_kept
 from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, check_addresses, choose, shortage
 from tandem.processes.child import die_with_parent
 from tandem.processes.interpreter import module_command
-from tandem.protocol.payloads import RANK_HOST
-from tandem.protocol.placement import ClusterRefused, Connected, DriverMessage, HostEnded, HostOutput, Placed, PlaceRanks
+from tandem.protocol.payloads import (
+    RANK_HOST,
+    ClusterRefused,
+    Connected,
+    DriverMessage,
+    HostEnded,
+    HostOutput,
+    Placed,
+    PlaceRanks,
+)
 
 NEW = "new"
 POLL_S = 0.3

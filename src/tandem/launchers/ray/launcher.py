@@ -12,7 +12,7 @@ from tandem.errors import RankFailure, UsageError
 from tandem.launchers.host_addresses import ranks_of
 from tandem.launchers.hosts import HostsLauncher, copy_line
 from tandem.launchers.ray.driver import RayDriver, connected_driver
-from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
+from tandem.protocol.payloads import HostEnded, HostOutput, Placed, PlaceRanks
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,147 @@
+"""Pictures of requests: what the ranks of the first stage encode next, and whose features they hold."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from tandem.engine.recovery import RankGroup
+from tandem.errors import OverloadedError, RequestError
+from tandem.models.pictures import why_blind
+from tandem.protocol.control import EngineMessage, Refused
+from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
+from tandem.protocol.request import EngineRequest
+from tandem.scheduler.scheduler import Scheduler
+from tandem.scheduler.sequence import Sequence
+
+FEATURE_BYTES = 256 * 2**20
+"""Most bytes of features on each rank of the first stage, counted as float32."""
+INPUT_BYTES = 64 * 2**20
+"""Most bytes of one picture's inputs."""
+LIVE_BYTES = 2**30
+"""Most bytes of the inputs of all live requests, which the engine keeps for new ranks."""
+_KEY = re.compile("[0-9a-f]{64}")
+
+
+class PictureManager:
+    """Encoding of pictures by a rank group, one at a time so that running sequences wait for at most one. Used only by the
+    engine's thread."""
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._group = rank_group
+        self._held: OrderedDict[str, int] = OrderedDict()
+        """Bytes of the features on the ranks by key, least recently used first."""
+        self._evicts: list[str] = []
+        """Keys to drop with the next order."""
+        self.encoding: EncodePicture | None = None
+        """Order that ranks have not answered yet."""
+        self._step = -1
+        """Step that was next when the last order was sent."""
+        self._answers: dict[int, str] = {}
+        """Answers so far by rank: errors, or empty texts."""
+
+    def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
+        """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
+        sequences leave no room."""
+        if not request.pictures:
+            return
+        if why := why_blind(self._group.layout.description):
+            raise RequestError(
+                f"{self._group.layout.served_name} takes no pictures: {why}; send text alone",
+                param="messages",
+                code="model_takes_no_pictures",
+            )
+        stop = 0
+        for number, picture in enumerate(request.pictures, 1):
+            fits = stop <= picture.start and picture.length > 0 and picture.start + picture.length <= len(request.prompt)
+            if not (fits and _KEY.fullmatch(picture.key)):
+                raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
+            if len(picture.inputs) > INPUT_BYTES:
+                raise _too_large(f"picture {number} takes", len(picture.inputs), INPUT_BYTES)
+            stop = picture.start + picture.length
+        need = sum({picture.key: self._bytes(picture.length) for picture in request.pictures}.values())
+        if need > FEATURE_BYTES:
+            raise _too_large("the features of these pictures take", need, FEATURE_BYTES)
+        own, others = _input_bytes([request]), _input_bytes(sequence.request for sequence in live)
+        if own > LIVE_BYTES:
+            raise _too_large("these pictures take", own, LIVE_BYTES)
+        if own + others > LIVE_BYTES:
+            raise OverloadedError("pictures of other requests fill the room for them; try again later")
+
+    def _bytes(self, positions: int) -> int:
+        return 4 * self._group.layout.description.hidden_size * positions
+
+    def look(self, scheduler: Scheduler) -> None:
+        """Let waiting sequences join whose features are held, and order the next picture if none is being encoded. Raises
+        RankFailure."""
+        waiting = [sequence for sequence in scheduler.waiting if sequence.request.pictures]
+        if not waiting:
+            return
+        pinned = _keys(one for one in scheduler.batches.members() if not one.decoding)
+        for sequence in waiting:
+            keys = _keys([sequence])
+            sequence.awaits_pictures = not keys <= self._held.keys()
+            if not sequence.awaits_pictures:
+                pinned |= keys
+            for key in keys & self._held.keys():
+                self._held.move_to_end(key)
+        behind = next((one for one in waiting if one.awaits_pictures), None)
+        rests = scheduler.batches.running and scheduler.next_step == self._step  # a step of those that run comes first
+        if behind is not None and self.encoding is None and not rests:
+            pinned |= _keys([behind])
+            self._order(next(one for one in behind.request.pictures if one.key not in self._held), behind, pinned, scheduler)
+
+    def _order(self, picture: Picture, sequence: Sequence, pinned: set[str], scheduler: Scheduler) -> None:
+        """Have a picture encoded, if features that nothing needs can make room for it."""
+        free, need = [key for key in self._held if key not in pinned], self._bytes(picture.length)
+        while free and sum(self._held.values()) + need > FEATURE_BYTES:
+            self._evicts.append(free.pop(0))
+            del self._held[self._evicts[-1]]
+        if sum(self._held.values()) + need > FEATURE_BYTES:
+            return
+        tokens = sequence.tokens[picture.start : picture.start + picture.length]
+        self.encoding, self._answers = EncodePicture(picture.key, tokens, picture.inputs, self._evicts), {}
+        self._evicts, self._step = [], scheduler.next_step
+        for one in scheduler.waiting:
+            one.encoding = picture.key in _keys([one])
+        self._group.executor.encode(self.encoding)
+
+    def take(self, report: PictureEncoded, scheduler: Scheduler) -> list[EngineMessage]:
+        """Take a rank's answer. Return the refusals of waiting requests whose picture some rank could not encode."""
+        if self.encoding is None or report.key != self.encoding.key:
+            return []
+        self._answers[report.rank] = report.error
+        if len(self._answers) < sum(spec.layers[0] == 0 for spec in self._group.layout.ranks):
+            return []
+        order, error = self.encoding, next(filter(None, self._answers.values()), "")
+        self.encoding = None
+        users = [one for one in scheduler.sequences.values() if order.key in _keys([one])]
+        for sequence in users:
+            sequence.encoding = False
+        if not error:
+            self._held[order.key] = self._bytes(len(order.tokens))
+            return []
+        self._evicts.append(order.key)  # another rank may hold it
+        lost = [one.request_id for one in users if scheduler.abort(one.request_id)]
+        return [Refused(request_id, 400, error, code="picture_not_encoded", param="messages") for request_id in lost]
+
+    def forget(self) -> None:
+        """Forget what ranks held, as they have ended; their successors encode again."""
+        self._held.clear()
+        self._evicts, self.encoding = [], None
+
+
+def _too_large(what: str, size: int, most: int) -> RequestError:
+    return RequestError(
+        f"{what} {size / 2**20:.0f} MiB; at most {most // 2**20} are allowed; send fewer or smaller ones", param="messages"
+    )
+
+
+def _input_bytes(requests: Iterable[EngineRequest]) -> int:
+    return sum(len(picture.inputs) for request in requests for picture in request.pictures)
+
+
+def _keys(sequences: Iterable[Sequence]) -> set[str]:
+    """Return the keys of all pictures of these sequences."""
+    return {picture.key for sequence in sequences for picture in sequence.request.pictures}

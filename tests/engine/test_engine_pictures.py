@@ -1,0 +1,182 @@
+"""Pictures in a prompt: the tokens of mlx-vlm alone, in chunks, from the prefix cache, and over ranks that die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from safetensors.numpy import save
+
+from seeing import IMAGE, VISION, alone, prompt_with, seeing_model
+from submitted import Killer, ask, check, submitted
+from tandem import LLM, SamplingParams
+from tandem.checkpoints.resolve import resolve
+from tandem.engine.pictures import INPUT_BYTES
+from tandem.engine.thread import Event
+from tandem.errors import OverloadedError, RequestError
+from tandem.loading.stage import load_stage
+from tandem.models.description import describe
+from tandem.models.partition import split_layers
+from tandem.models.shard import plan_shards
+from tandem.protocol.pictures import EncodePicture, hashed
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import InsertOp, PrefillOp
+from tandem.runner.pictures import Encoder, PictureFeatures
+from tandem.scheduler.sequence import Sequence
+from tandem.testing import tiny_model
+from thread_ranks import ThreadGroup, ThreadRank
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+BEFORE = [3 + (7 * i * i + 5 * i) % 290 for i in range(29)]
+BETWEEN, AFTER = [9, 8, 7], [3 + (11 * i * i) % 290 for i in range(40)]
+
+
+def request(name: str, family: str, *parts: list[int] | int) -> EngineRequest:
+    tokens, pictures = prompt_with(family, *parts)
+    return EngineRequest(request_id=name, prompt=tokens, params=PARAMS, pictures=pictures)
+
+
+def answers(llm: LLM, *requests: EngineRequest, seen: Callable[[Event], object] = lambda _: None) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    for output in submitted(llm, requests, seen):
+        found[output.request_id] += output.tokens
+    return found
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> None:
+    """One and two pictures beside text, in chunks that end inside of them."""
+    path = seeing_model(tmp_path, family)
+    prompts: dict[str, tuple[list[int] | int, ...]] = {
+        "one": (BEFORE, 1, AFTER),
+        "other": (BEFORE, 2, AFTER),
+        "two": (BEFORE, 2, BETWEEN, 1, AFTER),
+        "twice": (BEFORE, 1, 1, AFTER),
+    }
+    want = {name: alone(path, family, PARAMS.max_tokens, *parts) for name, parts in prompts.items()}
+    assert len({tuple(tokens) for tokens in want.values()}) == len(want)
+    text = EngineRequest(request_id="text", prompt=BEFORE + AFTER, params=PARAMS)
+    with LLM(str(path), prefill_chunk=7) as llm:
+        plain = answers(llm, text)
+        found = answers(llm, *(request(name, family, *parts) for name, parts in prompts.items()), replace(text, request_id="t2"))
+        check(llm)
+    assert found == {**want, "t2": plain["text"]}
+
+
+def test_cached_prefixes_are_of_one_picture(tmp_path: Path) -> None:
+    """Placeholders are alike in all pictures: another picture in the same text hits what stands before it alone."""
+    path = seeing_model(tmp_path, "pixtral")
+    start = [3 + i % 290 for i in range(40)]
+    asked = [request(name, "pixtral", start, seed, AFTER) for name, seed in (("first", 1), ("other", 2), ("again", 1))]
+    with LLM(str(path), prefix_cache=0.25, kv_tokens=2000) as llm:
+        outputs = {one.request_id: next(iter(submitted(llm, [one]))) for one in asked}
+        held = ask(llm, lambda engine: list(engine._pictures._held))
+    assert {name: output.cached_tokens for name, output in outputs.items()} == {"first": 0, "other": 32, "again": 96}
+    assert held == [asked[1].pictures[0].key, asked[0].pictures[0].key]  # the one used last is evicted last
+    assert hashed(asked[0].prompt, asked[0].pictures)[:40] == start
+    twice, moved = ((replace(asked[0].pictures[0], start=at, length=5) for at in places) for places in ((40, 45), (40,)))
+    assert hashed([7] * 60, twice) != hashed([7] * 60, moved)
+
+
+def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two pictures many are answered, also after preemption; features are encoded again where they left."""
+    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", 2 * 4 * 64 * 4)
+    path = seeing_model(tmp_path, "gemma3")
+    parts: list[tuple[list[int] | int, ...]] = [(BEFORE[i:], i, BETWEEN, i % 3 + 1, AFTER) for i in range(6)]
+    requests = [request(str(i), "gemma3", *one) for i, one in enumerate(parts)]
+    with LLM(str(path), prefill_chunk=16, prefix_cache=0.0) as llm:
+        found = answers(llm, *requests, seen=lambda _: llm.engine.scheduler.batches.relieve())
+        held, preemptions = ask(llm, lambda engine: (len(engine._pictures._held), engine.scheduler.batches.preemptions))
+        with pytest.raises(RequestError, match="send fewer or smaller ones"):
+            answers(llm, request("three", "gemma3", 1, 2, 3, AFTER))
+    assert held == 2 and preemptions
+    assert found == {str(i): alone(path, "gemma3", PARAMS.max_tokens, *one) for i, one in enumerate(parts)}
+
+
+def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
+    """New ranks encode again what the request still has. The rank of the second stage is killed."""
+    path = seeing_model(tmp_path, "mistral3")
+    prompts: dict[str, tuple[list[int] | int, ...]] = {"a": (BEFORE, 1, AFTER), "b": (BEFORE, 2, BETWEEN, 1), "text": (BEFORE,)}
+    with LLM(str(path), pipeline_parallel_size=2, prefill_chunk=16, max_restarts=2) as llm:
+        killer = Killer(llm)
+        found = answers(llm, *(request(name, "mistral3", *parts) for name, parts in prompts.items()), seen=killer)
+        check(llm)
+    assert killer.killed
+    for name in ("a", "b"):
+        assert found[name] == alone(path, "mistral3", PARAMS.max_tokens, *prompts[name])
+
+
+def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> None:
+    """mlx-vlm would read other memory there."""
+    files = resolve(str(seeing_model(tmp_path, "pixtral")))
+    large = {"pixel_values": np.zeros((1, 3, 20, 16), np.float32), "image_sizes": np.array([[20, 16]])}
+    error = PictureFeatures(partial(Encoder, files, mx.float32)).encode(EncodePicture("0" * 64, [IMAGE] * 20, save(large)))
+    assert "more than the 16 pixels" in error
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])
+def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int]) -> None:
+    """The first stage puts the features in; the others need nothing of a picture. So do all ranks that share layers."""
+    stages, size = layout
+    files = resolve(str(seeing_model(tmp_path, "gemma3")))
+    description = describe(files)
+    tokens, pictures = prompt_with("gemma3", BEFORE, 1, BETWEEN, 2, AFTER)
+    insert = InsertOp("a", tokens, len(tokens), PARAMS, pictures=[(one.key, one.start, one.length) for one in pictures])
+    shards = plan_shards(description, size)
+
+    def work(rank: ThreadRank) -> list[int]:
+        parallel = {} if size == 1 else {"shard": shards[rank.rank], "tensor_parallel": rank}
+        parts = [load_stage(files, description, one, **parallel) for one in split_layers(description.num_layers, stages)]
+        held = PictureFeatures(partial(Encoder, files, mx.float32))
+        errors = [held.encode(EncodePicture(one.key, tokens[one.start :][: one.length], one.inputs)) for one in pictures]
+        assert errors == ["", ""]
+        caches, found = [part.make_caches() for part in parts], list[int]()
+        ops = [PrefillOp("a", start, min(13, len(tokens) - start), False) for start in range(0, len(tokens), 13)]
+        while len(found) < PARAMS.max_tokens:
+            op = ops.pop(0) if ops else None
+            h = mx.array([tokens[op.start : op.start + op.count] if op else found[-1:]], mx.int32)
+            features = held.of([op], [insert], op.count) if op else None
+            with parts[0].embedded(*features) if features else nullcontext():
+                h = parts[0].forward(h, caches[0])
+            for part, own in zip(parts[1:], caches[1:], strict=True):
+                h = part.forward(h, own)
+            found += [] if ops else [int(mx.argmax(parts[-1].head(h)[0, -1]))]
+        return found
+
+    found = ThreadGroup(size).run(work)
+    assert found == [alone(files.path, "gemma3", PARAMS.max_tokens, BEFORE, 1, BETWEEN, 2, AFTER)] * size
+
+
+def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine before they are queued, or by ranks, for the request with that picture; the others go on."""
+    good = request("good", "gemma3", BEFORE, 1, AFTER)
+    broken = replace(good.pictures[0], inputs=b"no safetensors", key="0" * 64)
+    narrow = replace(good, request_id="narrow", prompt=good.prompt[:-1] + [5], pictures=(replace(broken, length=2),))
+    with LLM(str(seeing_model(tmp_path / "a", "gemma3"))) as llm:
+        for changes, words in (
+            ({"start": len(good.prompt) - 1}, "does not lie in the prompt"),
+            ({"key": "x"}, "has no key"),
+            ({"inputs": bytes(INPUT_BYTES + 1)}, "64 are allowed"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                answers(llm, replace(good, pictures=(replace(broken, **changes),)))
+        with pytest.raises(RequestError, match="cannot be encoded") as refused:
+            answers(llm, replace(narrow, pictures=(broken,)))
+        assert (refused.value.status, refused.value.code) == (400, "picture_not_encoded")
+        wrong = replace(good.pictures[0], key="1" * 64, length=3)  # another number of placeholders than features
+        with pytest.raises(RequestError, match="cannot be encoded"):
+            answers(llm, replace(good, pictures=(wrong,)))
+        size = len(good.pictures[0].inputs)
+        for most, refusal in ((size - 1, RequestError), (2 * size - 1, OverloadedError)):
+            monkeypatch.setattr("tandem.engine.pictures.LIVE_BYTES", most)
+            with pytest.raises(refusal):
+                ask(llm, lambda engine: engine._pictures.check(good, [Sequence(good, 1)]))
+        assert len(answers(llm, good)["good"]) == PARAMS.max_tokens
+    with LLM(str(tiny_model(tmp_path / "b"))) as llm, pytest.raises(RequestError, match="takes no pictures: it is a text model"):
+        answers(llm, good)

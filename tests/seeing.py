@@ -1,0 +1,98 @@
+"""Tiny random models that see, their pictures, and what mlx-vlm alone answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from safetensors.numpy import save
+
+from tandem.json_types import JsonObject
+from tandem.loading.text_tower import build_whole
+from tandem.models.families.tiny import tiny_config
+from tandem.models.pictures import ENCODERS
+from tandem.protocol.pictures import Picture
+from tandem.testing import write_tokenizer
+
+IMAGE = 500
+"""Token id of placeholders."""
+SEPARATOR = 501
+"""Token id between rows of placeholders."""
+_TOWER: JsonObject = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "patch_size": 4,
+}  # fmt: skip
+VISION: dict[str, JsonObject] = {
+    "gemma3": {"vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16}},
+    "mistral3": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
+    "pixtral": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
+}
+PLACES = {"gemma3": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
+"""Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows."""
+
+
+def seeing_model(directory: Path, family: str) -> Path:
+    """Write a tiny random model with its vision tower, as mlx-vlm stores it."""
+    config = tiny_config(family, layers=4, vocab=512)
+    text = {key: value for key, value in config.items() if key not in ("text_config", "model_type")}
+    config["text_config"] = {"model_type": "llama", **text, **config["text_config"], "mm_tokens_per_image": 4}
+    config["text_config"]["rope_theta"] = 1e6  # mlx-vlm reads no other of gemma3
+    config |= {**VISION[family], "image_token_index": IMAGE, "vocab_size": 512, "hidden_size": 64, "pad_token_id": 0}
+    rng = np.random.default_rng(1)
+    arrays = {}
+    for name, array in sorted(tree_flatten(build_whole(config, ENCODERS[family]).parameters())):
+        noise = rng.standard_normal(array.shape, dtype=np.float32)
+        arrays[name] = mx.array(1 + 0.1 * noise if array.ndim == 1 and name.endswith("weight") else noise / 4)
+    if family == "gemma3":  # features are divided by the root of the width
+        arrays["multi_modal_projector.mm_input_projection_weight"] *= 16
+    directory.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(directory / "model.safetensors"), arrays, {"format": "mlx"})
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory)
+    return directory
+
+
+def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
+    """What the processor makes of pictures of 16 x 16, each of noise."""
+    pixels = [np.random.default_rng(seed).standard_normal((3, 16, 16)).astype(np.float32) for seed in seeds]
+    sizes = {} if family == "gemma3" else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
+    return {"pixel_values": np.stack(pixels), **sizes}
+
+
+def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[Picture, ...]]:
+    """Tokens of a prompt and its pictures: text as tokens, and the seeds of pictures."""
+    tokens: list[int] = []
+    pictures = []
+    for part in parts:
+        if isinstance(part, list):
+            tokens += part
+            continue
+        row, rows = PLACES[family]
+        span = [IMAGE] * row if not rows else ([IMAGE] * row + [SEPARATOR]) * rows
+        span = span[:-1] if rows else span
+        data = save(inputs(family, part))
+        pictures.append(Picture(key=hashlib.sha256(data).hexdigest(), start=len(tokens), length=len(span), inputs=data))
+        tokens += span
+    return tokens, tuple(pictures)
+
+
+def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> list[int]:
+    """What mlx-vlm's own model answers, greedily."""
+    config = json.loads((directory / "config.json").read_text())
+    model: Any = build_whole(config, ENCODERS[family])
+    model.load_weights(str(directory / "model.safetensors"))
+    tokens, _ = prompt_with(family, *parts)
+    arrays = {name: mx.array(one) for name, one in inputs(family, *(one for one in parts if isinstance(one, int))).items()}
+    ids = mx.array([tokens])
+    embeds = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones(ids.shape, mx.int32), **arrays)
+    cache, found = make_prompt_cache(model.language_model), list[int]()
+    logits = model.language_model(ids, inputs_embeds=embeds.inputs_embeds, cache=cache).logits
+    while len(found) < count:
+        found.append(int(mx.argmax(logits[0, -1])))
+        logits = model.language_model(mx.array([found[-1:]]), cache=cache).logits
+    return found
