@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from tandem.json_types import JsonObject
+from tandem.protocol.pictures import Picture
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.thinking import ThinkingBudget
 
@@ -130,3 +131,5 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """True if the request migrates (`HandedOver`) once its prompt's KV is on disk."""
     warms: bool = False
     """True for a warm-up: the request ends with its prompt, whose KV is cached for later requests."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures of the prompt in the order of their positions, which do not overlap."""
