@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+MAX_BYTES = 256 * 2**20
+"""Most bytes of the `inputs` of all pictures of a request."""
+
 
 class Picture(Struct, frozen=True, kw_only=True):
     """One picture of a prompt, as the model's processor prepared it."""
