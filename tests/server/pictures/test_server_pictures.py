@@ -16,7 +16,7 @@ from safetensors.numpy import load
 from tokenizers import AddedToken, Tokenizer
 
 from server.conftest import MODEL, running_engine, running_server, wait_until
-from tandem.models.families.table import FAMILIES, Family
+from tandem.models.pictures import ENCODERS
 from tandem.testing import write_tokenizer
 
 QWEN = (
@@ -30,10 +30,12 @@ GEMMA = (
 )
 WORDS = {
     "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
+    "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
     "gemma3": {
         "chat_template": GEMMA,
         "extra_special_tokens": {
@@ -45,6 +47,7 @@ TOKENIZER = {
 }
 PROCESSOR = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
 }
 
@@ -58,7 +61,7 @@ def see(path, kind):
     config = json.loads((path / "tokenizer_config.json").read_text()) | TOKENIZER[kind]
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[kind]))
-    (path / "processor_config.json").write_text(json.dumps({"image_seq_length": 3}))
+    (path / "processor_config.json").write_text(json.dumps({"image_seq_length": 3, "patch_size": 4, "spatial_merge_size": 2}))
     (path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"model_type": kind}}))
 
 
@@ -68,7 +71,7 @@ def seeing(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen")
     see(path, "qwen2_5_vl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "qwen2_5_vl", Family(pictures=True))
+        patch.setitem(ENCODERS, "qwen2_5_vl", "qwen2_5_vl")
         with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, keep_conversations=60) as live:
             yield live
 
@@ -247,7 +250,7 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     good = part(uri(encoded(noise())))
     refused(ask(shared, good), "takes text alone")
     see(tmp_path, "qwen2_5_vl")
-    config = {"model_type": "unseen_vl", "vision_config": {}}
+    config = {"model_type": "unseen_vl", "vision_config": {"depth": 1}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
         refused(ask(live, good), "'unseen_vl'")
@@ -260,22 +263,24 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     unseen.cache_clear()
 
 
-def test_a_template_of_parts_alone_and_row_marks_of_another_family(tmp_path, monkeypatch):
-    see(tmp_path, "gemma3")
-    monkeypatch.setitem(FAMILIES, "gemma3", Family(pictures=True))
+SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "before", "shape"),
+    [("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)), ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32))],
+)
+def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
+    see(tmp_path, kind)
     with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
-        sent = live.chat(
-            messages=[
-                {"role": "system", "content": "sys"},
-                {"role": "user", "content": [part(uri(encoded(noise()))), {"type": "text", "text": "x"}]},
-            ]
-        )
+        asks = {"role": "user", "content": [part(uri(encoded(noise()))), {"type": "text", "text": "x"}]}
+        sent = live.chat(messages=[{"role": "system", "content": "sys"}, asks])
         assert sent.status_code == 200, sent.text
         [picture] = fake.last.pictures
-        soft = fake.tokenizer.decode(fake.last.prompt[picture.start : picture.start + picture.length], False)
-        assert soft == "<image_soft_token>" * 3
-        assert "sys<" in fake.prompt() and "<start_of_image><image_soft_token>" in fake.prompt()
-        assert load(picture.inputs)["pixel_values"].shape == (1, 3, 8, 8)
+        span = fake.last.prompt[picture.start : picture.start + picture.length]
+        assert fake.tokenizer.decode(span, False) == shown
+        assert "sys<" in fake.prompt() and before + shown in fake.prompt()
+        assert load(picture.inputs)["pixel_values"].shape == shape
 
 
 def mutants(count, seed=7):

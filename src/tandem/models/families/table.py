@@ -42,8 +42,6 @@ class Family:
     itself."""
     grouped_scores: bool = False
     """Attention scores have shape [rows, kv heads, queries per kv head, ...], so masks need an extra axis."""
-    pictures: bool = False
-    """True if the engine computes pictures in prompts of the type."""
     one_by_one: str = ""
     """Reason why sequences of a batch run one at a time (mlx-lm's module requires equal lengths); empty if they run
     together."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.checkpoints.config import read_json
 from tandem.errors import RequestError
-from tandem.models.families.table import family_of
+from tandem.models.pictures import ENCODERS
 from tandem.server.openai.messages import GivenPicture
 
 MAX_PICTURES = 32
@@ -27,10 +27,10 @@ def unseen(source: str) -> str:
     file = Path(source) / "config.json"
     config = read_json(file) if file.exists() else {}
     kind = str(config.get("model_type"))
-    if not isinstance(config.get("vision_config"), dict):
+    if not config.get("vision_config"):
         return "this model takes text alone; send text, or name a model that sees"
-    if not family_of(kind).pictures:
-        return f"pictures are not computed for models of the type {kind!r}; send text, or name a model of another type"
+    if kind not in ENCODERS:
+        return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {kind!r}; send text alone"
     if find_spec("PIL") is None or find_spec("mlx_vlm") is None:
         return "pictures need the extra 'vision' on the server (pip install 'mlx-tandem[vision]'); send text alone"
     return ""

@@ -6,8 +6,10 @@ import base64
 import hashlib
 import inspect
 import io
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +52,13 @@ class Processor:
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         kind = str(read_json(Path(source) / "config.json").get("model_type"))
-        base = getattr(transformers, _INSTEAD.get(kind) or PROCESSOR_MAPPING_NAMES[kind])
+        name = _INSTEAD.get(kind) or PROCESSOR_MAPPING_NAMES[kind]
+        if name == "PixtralProcessor":  # its module takes a function from torchvision's backend that Pillow's has too
+            package = "transformers.models.pixtral"
+            sys.modules[f"{package}.image_processing_pixtral"] = import_module(f"{package}.image_processing_pil_pixtral")
+            base = import_module(f"{package}.processing_pixtral").PixtralProcessor
+        else:
+            base = getattr(transformers, name)
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         only = {"local_files_only": True, "trust_remote_code": False}
@@ -62,9 +70,10 @@ class Processor:
         self._processor: Any = made(image_processor=images, tokenizer=tokenizer, **options)
         self._settings: str = f"{base.__name__} {images.to_json_string()}"
         self.placeholder: str = self._processor.image_token
-        self.ids = frozenset(self._processor.image_token_ids)
-        """Ids of tokens that features or row marks of pictures replace."""
-        self.words = frozenset({self.placeholder, *tokenizer.convert_ids_to_tokens(sorted(self.ids))})
+        ids: list[int] = self._processor.image_token_ids
+        self.token = ids[0]
+        """Id of the token that a feature replaces; others are marks of rows."""
+        self.words = frozenset({self.placeholder, *tokenizer.convert_ids_to_tokens(ids)})
         """Texts that mean pictures, which messages may not contain."""
 
     def prepare(self, image: Any) -> Prepared:
@@ -78,7 +87,7 @@ class Processor:
         arrays = {name: np.ascontiguousarray(value) for name, value in found.items() if name not in _OF_TEXT}
         inputs = save(arrays)
         key = hashlib.sha256(self._settings.encode() + inputs).hexdigest()
-        tokens = sum(int(token) in self.ids for token in np.asarray(found["input_ids"]).ravel())
+        tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.token))
         return Prepared(found["text_replacement_offsets"][0][0]["replacement"], tokens, key, inputs)
 
 
@@ -135,7 +144,7 @@ def rendered_with_pictures(
         raise RequestError(f"Invalid 'messages': {why}; send them in messages of the user.", param="messages")
     text += "".join(picture.text + after for picture, after in zip(prepared, rest, strict=True))
     ids = encode_fitting(tokenizer, text, context, "messages", special=False)
-    places = [place for place, token in enumerate(ids) if token in processor.ids]
+    places = [place for place, token in enumerate(ids) if token == processor.token]
     if len(places) != tokens:
         why = f"{len(places)} placeholder tokens where its pictures need {tokens}"
         raise RequestError(f"Invalid 'messages': the prompt has {why}; send other text.", param="messages")

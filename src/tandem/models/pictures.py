@@ -1,0 +1,17 @@
+"""Model types whose pictures are read. Plain data; the arithmetic is mlx-vlm's (runner/pictures.py)."""
+
+from __future__ import annotations
+
+from tandem.models.description import ModelDescription
+
+ENCODERS = {"gemma3": "gemma3", "mistral3": "mistral3", "pixtral": "pixtral"}
+"""Modules of mlx-vlm that have the encoder, by model type. Their layers need nothing of a picture but its embeddings."""
+
+
+def why_blind(description: ModelDescription) -> str:
+    """Return why a model takes no pictures; empty if it takes them."""
+    if "vision" not in description.left_out:
+        return f"it is a text model (model_type {description.family})"
+    if description.family not in ENCODERS:
+        return f"pictures are read by models of type {', '.join(ENCODERS)}, and its type is {description.family}"
+    return ""
