@@ -9,6 +9,7 @@ import random
 import zlib
 from collections import Counter
 
+import anthropic
 import numpy as np
 import pytest
 from PIL import Image
@@ -171,6 +172,22 @@ def test_all_apis_hand_over_the_same_picture(seeing):
     assert len(keys) == 1
     counted = seeing.http.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": talks[2][1]["messages"]}).json()
     assert counted["input_tokens"] == seeing.http.post("/tokenize", json={"messages": talks[0][1]["messages"]}).json()["count"]
+
+
+def test_official_clients_send_pictures(seeing):
+    image = base64.b64encode(encoded(noise())).decode()
+    with seeing.openai() as client:
+        content = [{"type": "text", "text": "What does this show?"}, part(f"data:image/png;base64,{image}")]
+        client.chat.completions.create(model="default", messages=[{"role": "user", "content": content}])
+        first = seeing.engine.last.pictures
+        content = [{"type": "input_image", "image_url": f"data:image/png;base64,{image}", "detail": "auto"}]
+        client.responses.create(model="default", input=[{"role": "user", "content": content}])
+        second = seeing.engine.last.pictures
+    with anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0) as client:
+        source = {"type": "base64", "media_type": "image/png", "data": image}
+        asks = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        client.messages.create(model="default", max_tokens=4, messages=asks)
+    assert len(first) == 1 and first[0].key == second[0].key == seeing.engine.last.pictures[0].key
 
 
 def test_models_say_that_they_see(seeing, shared):
