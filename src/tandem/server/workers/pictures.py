@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from tandem.checkpoints.config import read_json
 from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
-from tandem.protocol.pictures import MAX_BYTES, Picture
+from tandem.protocol.pictures import Picture
+from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.server.chats.pictures import refusal
 from tandem.server.chats.prompt import END, Marks, Rendered, encode_fitting, prompt_text, too_long
 from tandem.text.tokenizer import Tokenizer
@@ -130,8 +131,10 @@ def rendered_with_pictures(
         tokens, size = tokens + prepared[-1].tokens, size + len(prepared[-1].inputs)
         if tokens > context:
             raise too_long(context, "messages", tokens, least=True)
-        if size > MAX_BYTES:
-            raise refusal(number, f"makes more than {MAX_BYTES // 2**20} MiB of numbers with those before it", "send fewer")
+        if size > MAX_PICTURE_BYTES:
+            raise refusal(
+                number, f"makes more than {MAX_PICTURE_BYTES // 2**20} MiB of numbers with those before it", "send fewer"
+            )
     for message in conversation["messages"]:
         for word in processor.words:
             if word in message["content"]:
