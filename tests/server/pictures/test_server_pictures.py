@@ -17,8 +17,11 @@ from safetensors.numpy import load
 from tokenizers import AddedToken, Tokenizer
 
 from server.conftest import MODEL, running_engine, running_server, wait_until
+from tandem.checkpoints.files import ModelFiles
 from tandem.models.pictures import ENCODERS
+from tandem.server.workers.pictures import processor_of, rendered_with_pictures
 from tandem.testing import write_tokenizer
+from tandem.text.tokenizer import load_tokenizer
 
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -68,12 +71,13 @@ def see(path, kind):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    """A server whose model sees, with its `engine`."""
+    """A server with a journal, whose model sees, with its `engine`."""
     path = tmp_path_factory.mktemp("qwen")
+    kept = {"journal": str(tmp_path_factory.mktemp("journal")), "keep_conversations": 60}
     see(path, "qwen2_5_vl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENCODERS, "qwen2_5_vl", "qwen2_5_vl")
-        with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, keep_conversations=60) as live:
+        with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
             yield live
 
 
@@ -216,6 +220,17 @@ def test_a_conversation_that_the_server_keeps_has_its_picture(seeing):
     assert len(seeing.engine.last.pictures) == 1
 
 
+def test_a_stored_response_and_its_background_keep_the_picture(seeing):
+    asks = [{"role": "user", "content": [{"type": "input_image", "image_url": uri(encoded(noise()))}]}]
+    first = seeing.http.post("/v1/responses", json={"input": asks, "background": True}).json()
+    place = f"/v1/responses/{first['id']}"
+    wait_until(lambda: seeing.http.get(place).json()["status"] == "completed")
+    sent = seeing.engine.last
+    more = seeing.http.post("/v1/responses", json={"input": "more", "previous_response_id": first["id"]})
+    assert more.status_code == 200, more.text
+    assert seeing.engine.last is not sent and seeing.engine.last.pictures == sent.pictures != ()
+
+
 def _damaged():
     good = encoded(noise())
     frames = [noise(seed=seed) for seed in range(2)]
@@ -289,15 +304,22 @@ SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
 )
 def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
     see(tmp_path, kind)
-    with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
-        asks = {"role": "user", "content": [part(uri(encoded(noise()))), {"type": "text", "text": "x"}]}
-        sent = live.chat(messages=[{"role": "system", "content": "sys"}, asks])
-        assert sent.status_code == 200, sent.text
-        [picture] = fake.last.pictures
-        span = fake.last.prompt[picture.start : picture.start + picture.length]
-        assert fake.tokenizer.decode(span, False) == shown
-        assert "sys<" in fake.prompt() and before + shown in fake.prompt()
-        assert load(picture.inputs)["pixel_values"].shape == shape
+    tokenizer = load_tokenizer(ModelFiles(tmp_path, "tiny"))
+    messages = [{"role": "system", "content": "sys"}, {"role": "user", "content": "<mark>x"}]
+    prompt = rendered_with_pictures(
+        tokenizer,
+        processor_of(str(tmp_path)),
+        256,
+        {"messages": messages, "tools": [], "variables": {}, "add_generation_prompt": True},
+        mark="<mark>",
+        pictures=[(uri(encoded(noise())), False)],
+    )
+    [picture] = prompt.pictures
+    span = prompt.tokens[picture.start : picture.start + picture.length]
+    assert tokenizer.decode(span, False) == shown
+    text = tokenizer.decode(prompt.tokens, False)
+    assert "sys<" in text and before + shown in text
+    assert load(picture.inputs)["pixel_values"].shape == shape
 
 
 def mutants(count, seed=7):
