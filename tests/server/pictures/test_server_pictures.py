@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.models.pictures import ENCODERS
-from tandem.server.workers.pictures import processor_of, rendered_with_pictures
+from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
 from tandem.testing import write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 
@@ -212,6 +212,11 @@ def test_low_detail_takes_a_smaller_picture_and_kinds_are_told_by_content(seeing
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     assert ask(seeing, part(uri(encoded(clear)))).status_code == 200
     assert (load(seeing.engine.last.pictures[0].inputs)["pixel_values"] > 1).all(), "what is transparent becomes white"
+
+
+def test_grey_of_16_bits_keeps_its_levels():
+    grey = Image.fromarray(np.array([[0, 0x4000, 0x8000, 0xFFFF]], np.uint16))
+    assert np.asarray(decoded(1, uri(encoded(grey))))[0, :, 0].tolist() == [0, 0x40, 0x80, 0xFF]
 
 
 def test_a_conversation_that_the_server_keeps_has_its_picture(seeing):

@@ -29,8 +29,6 @@ LOW = (512, 512)
 _KINDS = "send PNG, JPEG, WebP, GIF or AVIF"
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 _OWN = frozenset({"image_processor", "tokenizer", "chat_template", "self"})
-_INSTEAD = {"smolvlm": "Idefics3Processor"}
-"""Processors that do the same and need no more packages, by model type."""
 
 
 class Prepared(NamedTuple):
@@ -53,7 +51,7 @@ class Processor:
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         kind = str(read_json(Path(source) / "config.json").get("model_type"))
-        name = _INSTEAD.get(kind) or PROCESSOR_MAPPING_NAMES[kind]
+        name = PROCESSOR_MAPPING_NAMES[kind]
         if name == "PixtralProcessor":  # its module takes a function from torchvision's backend that Pillow's has too
             package = "transformers.models.pixtral"
             sys.modules[f"{package}.image_processing_pixtral"] = import_module(f"{package}.image_processing_pil_pixtral")
@@ -161,6 +159,7 @@ def rendered_with_pictures(
 
 def decoded(number: int, url: str) -> Any:
     """Return the picture of a data URI as Pillow's, in RGB and upright. Raises RequestError about picture `number`."""
+    import numpy as np
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -177,6 +176,8 @@ def decoded(number: int, url: str) -> Any:
             raise refusal(number, f"is animated ({image.format})", "send one frame")
         image.load()
         image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # Pillow would clip 16 bits to 8
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
