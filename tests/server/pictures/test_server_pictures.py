@@ -8,11 +8,11 @@ import json
 import random
 import zlib
 from collections import Counter
+from importlib.util import find_spec
 
 import anthropic
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors.numpy import load
 from tokenizers import AddedToken, Tokenizer
 
@@ -22,6 +22,10 @@ from tandem.models.pictures import ENCODERS
 from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
 from tandem.testing import write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
+
+if find_spec("mlx_vlm") is None:
+    pytest.skip("mlx-vlm is not installed", allow_module_level=True)
+Image = pytest.importorskip("PIL.Image")
 
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
