@@ -45,7 +45,7 @@ def user(content, **more):
         ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0]"),
         (user("x", extra=1), "messages[0].extra"),
         (user(5), "messages[0].content"),
-        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0]"),
+        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages"),
         (user([{"type": "text"}]), "messages[0]"),
         (user(["x"]), "messages[0]"),
         ({"max_tokens": 0}, "max_tokens"),

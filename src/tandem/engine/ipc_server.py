@@ -19,6 +19,7 @@ from tandem.protocol import control
 from tandem.protocol.adapters import ChangeAdapter
 from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.codec import Decoder, encode
+from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.transport.mailbox import Mailbox
 from tandem.transport.socket_file import SocketFile
 
@@ -29,7 +30,7 @@ SILENCE_S = 15.0
 """Seconds without a message after which an api counts as lost, and its requests are aborted."""
 DOUBT_S = 2.0
 """Seconds without a message before an api is probed: sending fails if its socket is closed."""
-MAX_FRAME = 64 * 1024 * 1024
+MAX_FRAME = 64 * 2**20 + MAX_PICTURE_BYTES
 Client = bytes
 Inbound = (
     control.Submit | control.Abort | control.QuarantineAck | QueryCache | ChangeAdapter | control.HandOver | control.Neighbours

@@ -18,6 +18,7 @@ from tandem.errors import RequestError, ServerError, TimeoutExceeded
 from tandem.json_types import JsonObject
 from tandem.protocol.control import Output, Timing
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.pictures import Picture
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.thinking import ThinkingTokens, Thought, begin, follow
 from tandem.server.context import get_api, get_group, gone, new_id
@@ -381,6 +382,7 @@ class Generation(Running):
         *,
         request_id: str,
         prompt_tokens: int,
+        pictures: tuple[Picture, ...] = (),
         continues: bool = False,
         shown: frozenset[int] = frozenset(),
         logs_end: bool = False,
@@ -388,7 +390,8 @@ class Generation(Running):
     ) -> None:
         """Submit a sequence for each (prompt token ids, parameters) in `work`, in the order of the choices.
 
-        `continues`, `shown`, `logs_end`, `thinking`: as for `ChoiceState`. Raises UnavailableError, OverloadedError.
+        `pictures`: of each prompt. `continues`, `shown`, `logs_end`, `thinking`: as for `ChoiceState`. Raises
+        UnavailableError, OverloadedError.
         """
         self.params = work[0][1]
         """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
@@ -401,6 +404,7 @@ class Generation(Running):
             prompt_tokens=prompt_tokens,
             stream=bool(fields.stream),
             timeout=fields.timeout,
+            pictures=pictures,
             **fields.caching,
         )
         self.tokenizer = tokenizer

@@ -256,7 +256,10 @@ USER_CALL = {"role": "user", "content": [{"type": "tool_use", "id": "1", "name":
         ({"stop_sequences": ["x"] * 17}, "Invalid 'stop_sequences': at most 16"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt is too long: "),
         ({"messages": [*ASK, {"role": "assistant", "content": ""}]}, "last message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages[0].content[0]': blocks of type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "'messages[0].content[0]': a image block needs 'source'",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "id": "1"}]}]}, "'id' does not belong"),
         ({"messages": [USER_CALL, *ASK]}, "no place in a user message"),

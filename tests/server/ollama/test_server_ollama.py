@@ -112,8 +112,8 @@ def test_results_find_their_calls(family, engine):
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [
-        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images are not supported"),
-        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "images are not supported"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "takes text alone"),
+        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "takes text alone"),
         ("/api/chat", {"format": "xml"}, "Invalid 'format'"),
         ("/api/chat", {"format": {"type": "nonsense"}}, "Invalid 'format'"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "'options.temperature'"),

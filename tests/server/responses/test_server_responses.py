@@ -190,7 +190,7 @@ def test_sampling_and_effort_reach_their_place(family, engine):
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "needs 'image_url'"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "n"}]}, "input[0]", "needs 'arguments'"),
         ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0]", "'name' does not belong"),
         ({"tools": [{"type": "strange"}]}, "tools[0]", "of type 'strange'"),

@@ -9,9 +9,15 @@ from pydantic import Field, field_validator, model_validator
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged, without_images, wrong
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged, wrong
 
-_ROLES = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
+_ROLES = {
+    "image": "user",
+    "tool_result": "user",
+    "tool_use": "assistant",
+    "thinking": "assistant",
+    "redacted_thinking": "assistant",
+}
 SCHEMA = {"type": "object"}
 
 
@@ -37,12 +43,44 @@ class TextBlock(Marked):
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
+class Source(Tagged):
+    """Source of a picture."""
+
+    noun = "source"
+    needs = {"base64": {"media_type", "data"}, "url": {"url"}}
+    takes = {}
+    always = {"type"}
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @property
+    def as_url(self) -> str:
+        """URL of the picture; its bytes become a data URI."""
+        return self.url or f"data:{self.media_type};base64,{self.data}"
+
+
+class ResultBlock(Marked, Tagged):
+    """Content block of a tool's result."""
+
+    noun = "block"
+    needs = {"text": {"text"}, "image": {"source"}}
+    takes = {"text": {"citations"}}
+    always = {"type", "cache_control"}
+    type: Literal["text", "image"]
+    text: str | None = None
+    citations: None = None
+    source: Source | None = None
+
+
 class Block(Marked, Tagged):
     """Content block of a message."""
 
     noun = "block"
     needs = {
         "text": {"text"},
+        "image": {"source"},
         "tool_use": {"id", "name", "input"},
         "tool_result": {"tool_use_id"},
         "thinking": {"thinking"},
@@ -55,23 +93,24 @@ class Block(Marked, Tagged):
         "thinking": {"signature"},
     }
     always = {"type", "cache_control"}
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     citations: None = None
+    source: Source | None = None
     id: str | None = None
     name: str | None = None
     input: JsonObject | None = None
     caller: JsonObject | None = None
     toolset_name: None = None
     tool_use_id: str | None = None
-    content: TextBlocks | None = None
+    content: Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
     """Accepted but not checked."""
     data: str | None = None
 
-    _texts = field_validator("content", mode="before")(lambda value: without_images(as_blocks(value)))
+    _texts = field_validator("content", mode="before")(as_blocks)
 
 
 class Turn(Strict):

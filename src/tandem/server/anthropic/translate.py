@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from itertools import groupby
 
-from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, OutputConfig, TextBlock, Tool
+from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, OutputConfig, ResultBlock, TextBlock, Tool
 from tandem.server.body_validation import checked
 from tandem.server.openai.schemas import ChatRequest
 
@@ -78,16 +78,26 @@ def _others(role: str, blocks: list[Block]) -> list[Json]:
     messages: list[Json] = []
     for result, group in groupby(blocks, key=lambda block: block.type == "tool_result"):
         if not result:
-            messages.append({"role": role, "content": _text(group)})
+            messages.append({"role": role, "content": _parts(group)})
             continue
         for block in group:
-            text = _text(block.content or ())
-            content = f"Error: {text}" if block.is_error else text
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            parts = [{"type": "text", "text": "Error: "}] if block.is_error else []
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts + _parts(block.content or ())})
     return messages or [{"role": role, "content": ""}]
 
 
-def _text(blocks: Iterable[Block | TextBlock]) -> str:
+def _parts(blocks: Iterable[Block | ResultBlock]) -> list[Json]:
+    """Return content parts: a text for adjacent text blocks, and the pictures."""
+    parts: list[Json] = []
+    for pictures, group in groupby(blocks, key=lambda block: block.source is not None):
+        if pictures:
+            parts += [{"type": "image_url", "image_url": block.source and block.source.as_url} for block in group]
+        else:
+            parts.append({"type": "text", "text": _text(group)})
+    return parts
+
+
+def _text(blocks: Iterable[Block | ResultBlock | TextBlock]) -> str:
     return "\n".join(block.text or "" for block in blocks)
 
 

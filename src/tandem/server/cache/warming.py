@@ -115,7 +115,12 @@ async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
     shown = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if tools is not None else []
 
     async def render(messages: Sequence[Message]) -> list[int]:
-        return (await texts.render(messages, dict(variables), tools=shown)).tokens
+        prompt = await texts.render(messages, dict(variables), tools=shown)
+        if prompt.pictures:
+            raise RequestError(
+                "Prompts with pictures are not warmed; send text alone.", param="messages", code="unsupported_value"
+            )
+        return prompt.tokens
 
     last = fields.messages[-1]
     if fields.unfinished:

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from tandem.config.settings import ServerSettings
 from tandem.errors import RequestError, invalid
+from tandem.protocol.pictures import Picture
 from tandem.protocol.request import StructuredOutputs
 from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens, begin, follow
 from tandem.server.chats.budgets import budget_of
@@ -67,6 +68,7 @@ class ChatPlan:
     """Token ids around reasoning; None if the model does not think or its tags are not special tokens."""
     marked: bool = False
     """True if the model puts tags around its reasoning."""
+    pictures: tuple[Picture, ...] = ()
 
 
 async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:
@@ -110,6 +112,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         note_ignored(http, *vain)
     plan = ChatPlan(
         prompt=prompt.tokens,
+        pictures=prompt.pictures,
         form=await _form(texts, output_format, asked) if forced or asked is not None else None,
         output_parser=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
@@ -160,6 +163,7 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
         texts.tokenizer,
         request_id=request_id,
         prompt_tokens=len(plan.prompt),
+        pictures=plan.pictures,
         continues=plan.form is not None or bool(fields.continue_final_message),
         shown=plan.shown,
         thinking=plan.thinking or (None if plan.marked else NO_THINKING),

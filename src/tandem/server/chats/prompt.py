@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tandem.errors import RequestError
 from tandem.json_types import JsonMapping, JsonObject
+from tandem.protocol.pictures import Picture
 from tandem.server.openai.messages import Message
 from tandem.server.tools.choose import knows_tools
 from tandem.server.tools.json_calls import CLOSE, OPEN
@@ -18,7 +19,7 @@ CHARS_PER_TOKEN = 8
 """Characters per token of context above which a text is tokenized in growing prefixes, as few such texts fit."""
 SLACK = 256
 """Most tokens by which a prefix, whose last word is cut, may exceed the whole text."""
-_END = 64
+END = 64
 """Characters at the end of a prompt to search for an opening reasoning tag."""
 
 
@@ -35,7 +36,17 @@ class Rendered(NamedTuple):
 
     tokens: list[int]
     end: str
-    """Last `_END` characters of the prompt's text."""
+    """Last `END` characters of the prompt's text."""
+    pictures: tuple[Picture, ...] = ()
+
+
+class Marks(NamedTuple):
+    """Texts that stand for pictures."""
+
+    mark: str
+    """What stands for a picture in the messages; no client can guess it."""
+    placeholder: str
+    """What stands for it in the prompt."""
 
 
 def rendered(tokenizer: Tokenizer, context: int, conversation: JsonMapping, *, quick: bool) -> Rendered:
@@ -44,7 +55,7 @@ def rendered(tokenizer: Tokenizer, context: int, conversation: JsonMapping, *, q
     Raises what `prompt_text` and `encode_fitting` raise.
     """
     text = prompt_text(tokenizer, **conversation, quick=quick)
-    return Rendered(encode_fitting(tokenizer, text, context, "messages", special=False), text[-_END:])
+    return Rendered(encode_fitting(tokenizer, text, context, "messages", special=False), text[-END:])
 
 
 def prompt_text(
@@ -55,25 +66,36 @@ def prompt_text(
     variables: JsonMapping,
     add_generation_prompt: bool,
     quick: bool,
+    marks: Marks | None = None,
 ) -> str:
     """Render the conversation with the model's chat template; `tools` become text where it does not support them.
 
-    Raises RequestError if there is no template or it rejects the messages; with `quick`, TooExpensive for a slow one.
+    `marks`: None without pictures. Raises RequestError if there is no template or it rejects the messages; with `quick`,
+    TooExpensive for a slow one.
     """
     messages = [_with_objects(message) for message in messages]
     calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (tools or calls) and not knows_tools(tokenizer.chat_template):
         messages, tools = plain_messages(messages, tools), []
+    if marks is not None:
+        messages = [_with_parts(tokenizer, message, marks) for message in messages]
     return tokenizer.template.render(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, variables=variables, quick=quick
     )
 
 
-def template_input(message: Message) -> JsonObject:
-    """Return a message for chat templates, with call arguments as strings; the role `developer` becomes `system`."""
+def template_input(message: Message, mark: str = "") -> JsonObject:
+    """Return a message for chat templates, with call arguments as strings; the role `developer` becomes `system`.
+
+    `mark`: text for each picture.
+    """
     role = "system" if message.role == "developer" else message.role
     extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
-    shown: JsonObject = {"role": role, "content": message.content or ""}
+    content = message.content or ""
+    if mark:
+        ends = [picture.at for picture in message.pictures]
+        content = mark.join(content[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
+    shown: JsonObject = {"role": role, "content": content}
     shown |= {name: value for name, value in extras.items() if value is not None}
     if message.tool_calls:
         shown["tool_calls"] = [
@@ -81,6 +103,20 @@ def template_input(message: Message) -> JsonObject:
             for call in message.tool_calls
         ]
     return shown
+
+
+def _with_parts(tokenizer: Tokenizer, message: JsonMapping, marks: Marks) -> JsonMapping:
+    """Return the message with its pictures as content parts, or as placeholders for templates that read text alone.
+
+    A message without pictures keeps its text, unless the template reads parts alone.
+    """
+    texts = message["content"].split(marks.mark)
+    if "image" not in tokenizer.template_words:
+        return {**message, "content": marks.placeholder.join(texts)}
+    if len(texts) == 1 and "is string" in tokenizer.chat_template:
+        return message
+    parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _with_objects(message: JsonMapping) -> JsonMapping:

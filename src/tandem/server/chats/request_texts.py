@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_hex
 from typing import TypeVar
 
 from fastapi import Request
@@ -12,7 +13,9 @@ from pydantic_core import to_json
 from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.pictures import Picture
 from tandem.server.body_validation import LARGE_BODY
+from tandem.server.chats.pictures import OMITTED, check_given, takes_pictures
 from tandem.server.chats.prompt import Rendered, check_bytes, encode_fitting, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
@@ -87,22 +90,32 @@ class RequestTexts:
 
         Raises RequestError if there is no template, or it rejects the conversation.
         """
-        context = self.status.max_context
+        context, mark = self.status.max_context, ""
+        if pictures := [picture for message in messages for picture in message._pictures]:
+            asked = any(message.pictures for message in messages if message.role == "user")
+            mark = f"<picture {token_hex(16)}>" if takes_pictures(self.status.source, asked) else OMITTED
+            if mark != OMITTED:
+                check_given(pictures)
 
         def conversation() -> JsonObject:
             return {
-                "messages": [template_input(message) for message in messages],
+                "messages": [template_input(message, mark) for message in messages],
                 "tools": tools,
                 "variables": variables,
                 "add_generation_prompt": add_generation_prompt,
             }
 
-        if self.body_size <= LARGE_BODY:
+        sees = mark not in ("", OMITTED)
+        if not sees and self.body_size <= LARGE_BODY:
             try:
                 return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
                 pass  # rendered by a worker process instead
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
+        if sees:
+            task |= {"mark": mark, "pictures": [(picture.url, picture.low) for picture in pictures]}
+            seen = await self.ask("see", task, tuple[bytes, str, list[Picture]], prepare="load_pictures")
+            return Rendered(_ids(seen[0]), seen[1], tuple(seen[2]))
         packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from tandem.json_types import JsonObject
 from tandem.server.acquire import find_model
 from tandem.server.body import parse
+from tandem.server.chats.pictures import unseen
 from tandem.server.context import Api, get_api
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import refused
@@ -67,6 +68,7 @@ async def show(http: Request) -> Response:
         "completion": status is None or status.generates,
         "embedding": status is not None and not status.generates,
         "tools": settings.tool_parser != "none",
+        "vision": status is not None and bool(status.source) and not unseen(status.source),
         "thinking": thinks(settings.reasoning_parser, template),
     }
     known = {"general.architecture": FAMILY, "general.basename": served.name, f"{FAMILY}.context_length": entry["context_length"]}

@@ -7,10 +7,11 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from tandem.errors import invalid
 from tandem.json_types import JsonObject
 from tandem.server.body_validation import checked
 from tandem.server.fields import GENERATING, Unknown, unknown_field
-from tandem.server.openai.messages import MAX_CALLS, MAX_FIELDS, MAX_MESSAGES, Strict, at_most, wrong
+from tandem.server.openai.messages import MAX_CALLS, MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, Strict, at_most, wrong
 from tandem.server.openai.schemas import ChatRequest, CompletionRequest
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -23,18 +24,14 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
 """Field names of Ollama's API, by field name of a chat request."""
 
 
-def _no_images(value: object) -> None:
-    if value:
-        raise wrong("unsupported", "images are not supported: no model here sees; send text alone")
-
-
 def _format(value: object) -> object:
     if value not in ("", "json") and not isinstance(value, dict):
         raise wrong("format", "expected 'json' or a JSON schema")
     return value
 
 
-Images = Annotated[None, BeforeValidator(_no_images)]
+Images = Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True)]
+"""Pictures in base64."""
 
 
 class Turn(Strict):
@@ -43,7 +40,7 @@ class Turn(Strict):
     role: str
     content: str = ""
     thinking: str | None = None
-    images: Images = None
+    images: Images = []
     tool_calls: Annotated[list[JsonObject], Field(max_length=MAX_CALLS, fail_fast=True)] = []
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -93,7 +90,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str = ""
     raw: bool = False
     """Continue `prompt` as it stands, without the chat template."""
-    images: Images = None
+    images: Images = []
 
 
 def without_effect(fields: OllamaRequest, unknown: Unknown) -> list[str]:
@@ -115,11 +112,13 @@ def translated_request(fields: OllamaRequest) -> ChatRequest | CompletionRequest
         data["response_format"] = {"type": "json_object"} if fields.format == "json" else schema
     data["stream"] = fields.stream
     if isinstance(fields, OllamaGenerateRequest) and fields.raw:
+        if fields.images:
+            raise invalid("images", "'images' need the chat template, which 'raw' leaves out; send one of the two.")
         return checked(data | {"prompt": fields.prompt}, CompletionRequest)
     data["enable_thinking" if isinstance(fields.think, bool) else "reasoning_effort"] = fields.think
     if isinstance(fields, OllamaGenerateRequest):
-        said = (("system", fields.system), ("user", fields.prompt))
-        data["messages"] = [{"role": role, "content": content} for role, content in said if content]
+        said: tuple[tuple[str, str, list[str]], ...] = (("system", fields.system, []), ("user", fields.prompt, fields.images))
+        data["messages"] = [{"role": role, "content": _parts(text, images)} for role, text, images in said if text]
     elif isinstance(fields, OllamaChatRequest):
         last = fields.messages[-1]
         data["continue_final_message"] = last.role == "assistant" and bool(last.content) and not last.tool_calls
@@ -127,12 +126,20 @@ def translated_request(fields: OllamaRequest) -> ChatRequest | CompletionRequest
     return checked(data, ChatRequest)
 
 
+def _parts(text: str, images: list[str]) -> str | list[JsonObject]:
+    """Return the content of a chat message; pictures come before the text, as Ollama puts them."""
+    urls = [image if image.startswith("data:") else f"data:image;base64,{image}" for image in images]
+    pictures = [{"type": "image_url", "image_url": url} for url in urls]
+    return [*pictures, {"type": "text", "text": text}] if pictures else text
+
+
 def _messages(turns: list[Turn]) -> list[JsonObject]:
     """Return chat messages. A tool's result belongs to the first call without one that has its `tool_name`, if any."""
     messages: list[JsonObject] = []
     waiting: list[tuple[object, object]] = []
     for turn in turns:
-        message: JsonObject = {"role": turn.role, "content": turn.content, "reasoning_content": turn.thinking}
+        content = _parts(turn.content, turn.images)
+        message: JsonObject = {"role": turn.role, "content": content, "reasoning_content": turn.thinking}
         if turn.tool_calls:
             calls = [_call(call, f"call_{len(messages)}_{number}") for number, call in enumerate(turn.tool_calls)]
             waiting = [(call["id"], call["function"]["name"]) for call in calls]

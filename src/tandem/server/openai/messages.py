@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
@@ -16,8 +25,6 @@ TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "objec
 """JSON schema of `tool_choice`."""
 
 
-IMAGES = ("image", "image_url", "input_image")
-"""Types of content parts with an image."""
 MAX_FIELDS = 64
 """Most fields of one object, as pydantic reports each unknown one as an error."""
 MAX_MESSAGES = 8192
@@ -108,14 +115,6 @@ def only_type(kind: str, data: object) -> object:
     return data
 
 
-def without_images(parts: Any, kind: str = "text") -> Any:
-    """Return the content parts of a tool's result with a text of type `kind` in place of each image: no model here sees."""
-    if not isinstance(parts, list):
-        return parts
-    omitted = {"type": kind, "text": "[image omitted: this model does not see]"}
-    return [omitted if isinstance(part, dict) and part.get("type") in IMAGES else part for part in parts]
-
-
 class ClientTool(Strict):
     """Tool that runs at the client, or one that only the API's vendor runs (`hosted`), which is ignored here."""
 
@@ -160,6 +159,23 @@ class ToolCall(Strict):
     index: int | None = None
 
 
+class Image(Strict):
+    """Value of `image_url` in a content part."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
+class GivenPicture(NamedTuple):
+    """Picture of a message, as the client gave it."""
+
+    at: int
+    """Number of characters of the message's text before it."""
+    url: str
+    low: bool
+    """True for `detail` "low"."""
+
+
 class Message(Strict):
     """One message of a conversation."""
 
@@ -170,13 +186,19 @@ class Message(Strict):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    _pictures: tuple[GivenPicture, ...] = PrivateAttr(default=())
 
-    @model_validator(mode="before")
+    @property
+    def pictures(self) -> tuple[GivenPicture, ...]:
+        """Pictures in the order of the content."""
+        return self._pictures
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _flatten(cls, data: object) -> object:
-        """Join text parts, and drop the empty fields of OpenAI's answers that clients send back."""
+    def _flatten(cls, data: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Join text parts, note pictures, and drop the empty fields of OpenAI's answers that clients send back."""
         if not isinstance(data, dict):
-            return data
+            return validate(data)
         if data.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
             data = {**data, "reasoning_content": data["reasoning"]}  # vLLM's and OpenRouter's name
         unsupported = {"refusal", "annotations", "audio", "function_call"}
@@ -186,14 +208,24 @@ class Message(Strict):
             del data["reasoning"]
         for key in sorted(unsupported & data.keys()):
             raise wrong("unsupported", f"'{key}' in a message is not supported")
-        if isinstance(data.get("content"), list):
-            parts = without_images(data["content"]) if data.get("role") == "tool" else data["content"]
-            if len(parts) > MAX_PARTS:
-                raise wrong("too_many_parts", f"at most {MAX_PARTS} content parts, not {len(parts)}")
-            data["content"] = "".join(_part_text(index, part) for index, part in enumerate(parts))
         if data.get("role") == "function":
             raise wrong("unsupported", "role 'function' is not supported")
-        return data
+        pictures: list[GivenPicture] = []
+        if isinstance(data.get("content"), list):
+            if len(data["content"]) > MAX_PARTS:
+                raise wrong("too_many_parts", f"at most {MAX_PARTS} content parts, not {len(data['content'])}")
+            sees, texts, size = data.get("role") in ("user", "tool"), [], 0
+            for index, part in enumerate(data["content"]):
+                if sees and isinstance(part, dict) and part.get("type") == "image_url":
+                    image = _image(index, part)
+                    pictures.append(GivenPicture(size, image.url, image.detail == "low"))
+                else:
+                    texts.append(_part_text(index, part))
+                    size += len(texts[-1])
+            data["content"] = "".join(texts)
+        message = validate(data)
+        message._pictures = tuple(pictures)
+        return message
 
     @model_validator(mode="after")
     def _fits_role(self) -> Message:
@@ -205,6 +237,20 @@ class Message(Strict):
         if self.role == "tool" and self.tool_call_id is None:
             raise wrong("missing_id", "a tool message needs the 'tool_call_id' that it answers")
         return self
+
+
+def _image(index: int, part: JsonObject) -> Image:
+    """Return the picture of a content part: its `image_url` is an object, or the URL alone."""
+    given = part.get("image_url")
+    try:
+        image = Image.model_validate({"url": given} if isinstance(given, str) else given)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(["image_url", *map(str, detail["loc"])])
+        raise wrong("content_part", f"content part {index}: '{where}': {detail['msg'][:200]}") from None
+    if strangers := {name for name, value in part.items() if value is not None} - {"type", "image_url", "cache_control"}:
+        raise wrong("content_part", f"content part {index}: '{min(strangers)[:40]}' does not belong beside 'image_url'")
+    return image
 
 
 def _part_text(index: int, part: object) -> str:

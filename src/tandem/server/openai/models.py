@@ -11,6 +11,7 @@ from tandem.config.several import usable_name
 from tandem.errors import RequestError
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
+from tandem.server.chats.pictures import unseen
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import refused
@@ -21,8 +22,9 @@ router = APIRouter()
 
 
 def model_object(api: Api, served: Served) -> dict[str, object]:
-    """Return OpenAI's model object, extended by vLLM's `max_model_len` and the loading state."""
+    """Return OpenAI's model object, extended by vLLM's `max_model_len`, OpenRouter's `architecture` and the loading state."""
     state, detail = served.state if api.model_pool is None else api.model_pool.state(served)
+    status = served.client.status
     return {
         "id": served.name,
         "object": "model",
@@ -33,8 +35,15 @@ def model_object(api: Api, served: Served) -> dict[str, object]:
         "max_model_len": api.max_context(served),
         "loaded": state in ("loaded", "recovering", "draining"),
         "state": state,
+        **({"architecture": _architecture(status.source)} if status is not None and status.source else {}),
         **({"detail": detail} if detail else {}),
     }
+
+
+def _architecture(source: str) -> dict[str, object]:
+    """Return what the model in the directory `source` reads and writes, as OpenRouter's model objects say it."""
+    inputs = ["text"] if unseen(source) else ["text", "image"]
+    return {"modality": f"{'+'.join(inputs)}->text", "input_modalities": inputs, "output_modalities": ["text"]}
 
 
 def model_info(api: Api, served: Served) -> dict[str, object]:

@@ -27,7 +27,7 @@ async def tokenize(http: Request) -> Response:
     texts = await RequestTexts.of(http, await acquire(http, fields.model))
     if fields.messages is not None:
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
-        tokens, _ = await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
+        tokens = (await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)).tokens
     else:
         special = fields.add_special_tokens is not False
         [tokens] = await texts.encode([fields.prompt or ""], "prompt", special=special)

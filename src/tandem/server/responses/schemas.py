@@ -8,17 +8,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    ClientTool,
-    FunctionSpec,
-    Strict,
-    Tagged,
-    at_most,
-    without_images,
-    wrong,
-)
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, FunctionSpec, Strict, Tagged, at_most, wrong
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
 
 MAX_METADATA = 64
@@ -26,13 +16,22 @@ NAMED_FORM = {"type": "function", "name": "..."}
 CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
 
 
-class TextPart(Strict):
-    """Text part of an item."""
+class Part(Tagged):
+    """Text or picture of an item."""
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
+    noun = "content part"
+    needs = {
+        **dict.fromkeys(("input_text", "output_text", "reasoning_text", "summary_text"), {"text"}),
+        "input_image": {"image_url"},
+    }
+    takes = {"input_image": {"detail"}}
+    always = {"type", "annotations", "logprobs"}
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "input_image"]
+    text: str | None = None
     annotations: list[object] | None = None
     logprobs: list[object] | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 def as_parts(value: object) -> object:
@@ -45,7 +44,7 @@ def implied_type(item: JsonObject) -> object:
     return item.get("type") or ("message" if "role" in item or "id" not in item else "item_reference")
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Item(Tagged):
@@ -77,12 +76,20 @@ class Item(Tagged):
     """Accepted but ignored: only the server that made it can decrypt it."""
 
     _texts = field_validator("content", mode="before")(as_parts)
-    _result = field_validator("output", mode="before")(lambda value: without_images(as_parts(value), "input_text"))
+    _result = field_validator("output", mode="before")(as_parts)
 
     @model_validator(mode="before")
     @classmethod
     def _implied_type(cls, data: object) -> object:
         return {**data, "type": implied_type(data)} if isinstance(data, dict) and data.get("type") is None else data
+
+    @model_validator(mode="after")
+    def _shown_by_users(self) -> Item:
+        """Refuse pictures besides those of the user and of functions."""
+        others = [*(self.summary or ()), *((self.content or ()) if self.role != "user" else ())]
+        if any(part.type == "input_image" for part in others):
+            raise wrong("unsupported", "an input_image belongs in a message of the user or in the output of a function")
+        return self
 
 
 HOSTED = frozenset(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tandem.json_types import JsonObject
 from tandem.server.body_validation import checked, in_words
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.responses.schemas import Form, Function, Item, ResponsesRequest, TextPart, qualified
+from tandem.server.responses.schemas import Form, Function, Item, Part, ResponsesRequest, qualified
 
 NAMES = {
     "messages": "input",
@@ -47,13 +47,9 @@ def _conversation(fields: ResponsesRequest) -> list[JsonObject]:
         _last(messages, "system").add("content", fields.instructions)
     for item in fields.input:
         if item.type == "function_call_output":
-            result = _Message("tool", {"tool_call_id": item.call_id})
-            result.texts["content"] = [_text(item.output)]
-            messages.append(result)
+            messages.append(_Message("tool", {"tool_call_id": item.call_id, "content": _content(item.output)}))
         elif item.type == "message" and item.role == "user":
-            question = _Message("user", {})
-            question.texts["content"] = [_text(item.content)]
-            messages.append(question)
+            messages.append(_Message("user", {"content": _content(item.content)}))
         elif item.type == "message" and item.role != "assistant":
             _last(messages, "system").add("content", _text(item.content))
         else:
@@ -99,8 +95,18 @@ def _take(message: _Message, item: Item) -> None:
         message.others.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
 
 
-def _text(parts: Iterable[TextPart] | None) -> str:
-    return "".join(part.text for part in parts or ())
+def _text(parts: Iterable[Part] | None) -> str:
+    return "".join(part.text or "" for part in parts or ())
+
+
+def _content(parts: Iterable[Part] | None) -> list[JsonObject]:
+    """Return the content parts of a chat message."""
+    return [
+        {"type": "text", "text": part.text}
+        if part.image_url is None
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail or "auto"}}
+        for part in parts or ()
+    ]
 
 
 def _tool(tool: Function) -> JsonObject:

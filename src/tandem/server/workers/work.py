@@ -18,6 +18,7 @@ from tandem.planner.hosts import cluster_of, read_hosts
 from tandem.planner.plan import plan
 from tandem.planner.presets import planned_files
 from tandem.planner.types import Goal, NothingFits, Request
+from tandem.protocol.pictures import Picture
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.body_validation import parse_bytes
@@ -28,6 +29,7 @@ from tandem.server.fields import Unknown
 from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
+from tandem.server.workers.pictures import processor_of, rendered_with_pictures
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     name: schema
@@ -63,8 +65,27 @@ def render(model: TextsOf, context: int, conversation: bytes) -> tuple[bytes, st
 
     `conversation`: keyword arguments of `prompt_text` as JSON, since msgpack has no integers above 64 bits.
     """
-    tokens, end = rendered(_tokenizer(model), context, from_json(conversation), quick=False)
-    return _packed(tokens), end
+    prompt = rendered(_tokenizer(model), context, from_json(conversation), quick=False)
+    return _packed(prompt.tokens), prompt.end
+
+
+def load_pictures(model: TextsOf, **_: object) -> None:
+    """Load and cache the model's tokenizer and picture processor, as `load` does. Raises RequestError."""
+    load(model)
+    processor_of(model.source)
+
+
+def see(
+    model: TextsOf, context: int, conversation: bytes, mark: str, pictures: list[tuple[str, bool]]
+) -> tuple[bytes, str, list[Picture]]:
+    """Return what `render` returns for a conversation with pictures, and the pictures. Raises RequestError.
+
+    `mark`: text that stands for a picture. `pictures`: URL of each, and whether a small one is enough.
+    """
+    prompt = rendered_with_pictures(
+        _tokenizer(model), processor_of(model.source), context, from_json(conversation), mark=mark, pictures=pictures
+    )
+    return _packed(prompt.tokens), prompt.end, list(prompt.pictures)
 
 
 def describe_form(form: bytes) -> str:

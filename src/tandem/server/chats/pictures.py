@@ -1,0 +1,67 @@
+"""Pictures in messages: whether a model takes them, and what is refused before a worker decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from tandem.checkpoints.config import read_json
+from tandem.errors import RequestError
+from tandem.models.pictures import ENCODERS
+from tandem.server.openai.messages import GivenPicture
+
+MAX_PICTURES = 32
+"""Most pictures in one request."""
+MAX_BYTES = 20 * 2**20
+"""Most bytes of one picture as the client sends it."""
+OMITTED = "[image omitted: this model does not see]"
+"""Text in place of pictures in results of tools, for models that take none."""
+_DATA = "data:image/png;base64,..."
+
+
+@lru_cache(maxsize=64)
+def unseen(source: str) -> str:
+    """Return why the model in the directory `source` takes no pictures; empty if it takes them. Raises BrokenModel."""
+    file = Path(source) / "config.json"
+    config = read_json(file) if file.exists() else {}
+    kind = str(config.get("model_type"))
+    if not config.get("vision_config"):
+        return "this model takes text alone; send text, or name a model that sees"
+    if kind not in ENCODERS:
+        return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {kind!r}; send text alone"
+    if find_spec("PIL") is None or find_spec("mlx_vlm") is None:
+        return "pictures need the extra 'vision' on the server (pip install 'mlx-tandem[vision]'); send text alone"
+    return ""
+
+
+def takes_pictures(source: str, asked: bool) -> bool:
+    """Return whether the model in `source` takes pictures. `asked`: users have sent some, not tools alone.
+
+    Raises RequestError if not, but `asked`: a question about a picture has no answer then.
+    """
+    why = unseen(source)
+    if why and asked:
+        raise RequestError(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
+    return not why
+
+
+def refusal(number: int, why: str, remedy: str) -> RequestError:
+    """Return the error about the picture `number` of a request, counted from 1."""
+    return RequestError(f"Invalid 'messages': picture {number} {why}; {remedy}.", param="messages", code="invalid_image")
+
+
+def check_given(pictures: Sequence[GivenPicture]) -> None:
+    """Raise RequestError for too many or too large pictures, and for URLs that hold no bytes."""
+    if len(pictures) > MAX_PICTURES:
+        message = f"Invalid 'messages': at most {MAX_PICTURES} pictures are taken, not {len(pictures)}; leave some out."
+        raise RequestError(message, param="messages", code="too_many_images")
+    for number, picture in enumerate(pictures, 1):
+        start = picture.url[:40]
+        if start.lower().startswith(("http:", "https:")):
+            raise refusal(number, f"is at {start!r}, and nothing is fetched", f"send its bytes as {_DATA}")
+        if not start.lower().startswith("data:") or ";base64," not in picture.url[:200]:
+            raise refusal(number, f"has a URL that is not allowed ({start!r})", f"send its bytes as {_DATA}")
+        if len(picture.url) > MAX_BYTES * 4 // 3 + 200:
+            raise refusal(number, f"is larger than {MAX_BYTES // 2**20} MiB", "send it smaller")

@@ -1,0 +1,373 @@
+"""Pictures in requests: each API hands the engine the same prompt and arrays, and bad ones end with 400."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import zlib
+from collections import Counter
+from importlib.util import find_spec
+
+import anthropic
+import numpy as np
+import pytest
+from safetensors.numpy import load
+from tokenizers import AddedToken, Tokenizer
+
+from server.conftest import MODEL, running_engine, running_server, wait_until
+from tandem.checkpoints.files import ModelFiles
+from tandem.models.pictures import ENCODERS
+from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
+from tandem.testing import write_tokenizer
+from tandem.text.tokenizer import load_tokenizer
+
+if find_spec("mlx_vlm") is None:
+    pytest.skip("mlx-vlm is not installed", allow_module_level=True)
+Image = pytest.importorskip("PIL.Image")
+
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+WORDS = {
+    "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+}
+TOKENIZER = {
+    "qwen2_5_vl": {"chat_template": QWEN},
+    "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
+    "gemma3": {
+        "chat_template": GEMMA,
+        "extra_special_tokens": {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+    },
+}
+PROCESSOR = {
+    "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
+}
+
+
+def see(path, kind):
+    """Write what the api reads of a checkpoint that sees."""
+    write_tokenizer(path, 480)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[kind]])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "tokenizer_config.json").read_text()) | TOKENIZER[kind]
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[kind]))
+    (path / "processor_config.json").write_text(json.dumps({"image_seq_length": 3, "patch_size": 4, "spatial_merge_size": 2}))
+    (path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"model_type": kind}}))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """A server with a journal, whose model sees, with its `engine`."""
+    path = tmp_path_factory.mktemp("qwen")
+    kept = {"journal": str(tmp_path_factory.mktemp("journal")), "keep_conversations": 60}
+    see(path, "qwen2_5_vl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENCODERS, "qwen2_5_vl", "qwen2_5_vl")
+        with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
+            yield live
+
+
+def encoded(image, form="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def noise(width=32, height=16, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def uri(raw, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def part(url, **more):
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def ask(live, *content, **fields):
+    parts = [one if isinstance(one, dict) else {"type": "text", "text": one} for one in content]
+    return live.chat(messages=[{"role": "user", "content": parts}], **fields)
+
+
+def refused(sent, *words):
+    assert sent.status_code == 400, sent.text
+    error = sent.json()["error"]
+    assert error["param"] in ("messages", "input") or error["param"].startswith("messages["), error
+    assert all(word in error["message"] for word in words), error["message"]
+
+
+def test_the_prompt_has_a_placeholder_for_each_patch_and_the_engine_gets_the_arrays(seeing):
+    wide, tall = noise(32, 16), noise(8, 24, seed=1)
+    sent = ask(seeing, "a", part(uri(encoded(wide))), "b", part(uri(encoded(tall, "WEBP", lossless=True))), "c", n=2)
+    assert sent.status_code == 200, sent.text
+    pads = [32 * 16 // 64, 8 * 24 // 64]
+    shown = [f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in pads]
+    assert seeing.engine.prompt() == f"<|im_start|>user\na{shown[0]}b{shown[1]}c<|im_end|>\n<|im_start|>assistant"
+    request = seeing.engine.last
+    assert sent.json()["usage"]["prompt_tokens"] == len(request.prompt)
+    pad = request.prompt[request.pictures[0].start]
+    assert [picture.length for picture in request.pictures] == pads
+    for picture, size in zip(request.pictures, (wide.size, tall.size), strict=True):
+        assert request.prompt[picture.start : picture.start + picture.length] == [pad] * picture.length
+        arrays = load(picture.inputs)
+        assert arrays["image_grid_thw"].tolist() == [[1, size[1] // 4, size[0] // 4]]
+        assert arrays["pixel_values"].shape == (picture.length * 4, 3 * 2 * 4 * 4)
+    first = load(request.pictures[0].inputs)["pixel_values"]
+    pixel = (np.asarray(wide)[0, 0] / 255 - [0.48145466, 0.4578275, 0.40821073]) / [0.26862954, 0.26130258, 0.27577711]
+    np.testing.assert_allclose(first[0].reshape(3, 2, 4, 4)[:, 0, 0, 0], pixel, atol=1e-5)
+    ask(seeing, part(uri(encoded(tall))), part(uri(encoded(noise(8, 24, seed=2)))))
+    keys = [picture.key for picture in seeing.engine.last.pictures]
+    assert keys[0] == request.pictures[1].key != keys[1], "the key tells pictures apart, whatever file they came in"
+
+
+def test_all_apis_hand_over_the_same_picture(seeing):
+    raw = encoded(noise())
+    image = base64.b64encode(raw).decode()
+    url, text = uri(raw), {"type": "text", "text": "what?"}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image}}
+    calls = [{"id": "t", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    result = {"role": "tool", "tool_call_id": "t", "content": [part(url)]}
+    used = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    answer = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    call = {"type": "function_call", "call_id": "t", "name": "look", "arguments": "{}"}
+    output = [{"type": "input_image", "image_url": url}]
+    ollama = {"role": "user", "content": "what?", "images": [image]}
+    user = "<|im_start|>user\n"
+    go, out = {"role": "user", "content": "go"}, {"type": "function_call_output", "call_id": "t", "output": output}
+    asks = [{"role": "user", "content": [block, text]}]
+    acts = [go, {"role": "assistant", "content": [used]}, {"role": "user", "content": [answer]}]
+    talks = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [part(url), text]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [*output, {"type": "input_text", "text": "what?"}]}]}),
+        ("/v1/messages", {"max_tokens": 4, "messages": asks}),
+        ("/api/chat", {"stream": False, "messages": [ollama]}),
+        ("/api/generate", {"stream": False, "prompt": "what?", "images": [image]}),
+        ("/v1/chat/completions", {"messages": [go, {"role": "assistant", "tool_calls": calls}, result]}),
+        ("/v1/responses", {"input": [go, call, out]}),
+        ("/v1/messages", {"max_tokens": 4, "messages": acts}),
+    ]
+    keys = set()
+    for place, (route, body) in enumerate(talks):
+        sent = seeing.http.post(route, json={"model": "tiny", **body})
+        assert sent.status_code == 200, (route, sent.text)
+        [picture] = seeing.engine.last.pictures
+        keys.add(picture.key)
+        prompt = seeing.engine.prompt()
+        assert prompt.count("<|image_pad|>") == 8
+        if place < 5:
+            assert prompt.startswith(f"{user}<|vision_start|>") and "<|vision_end|>what?" in prompt
+        else:
+            assert "<tool_response>\n<|vision_start|>" in prompt
+    assert len(keys) == 1
+    counted = seeing.http.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": talks[2][1]["messages"]}).json()
+    assert counted["input_tokens"] == seeing.http.post("/tokenize", json={"messages": talks[0][1]["messages"]}).json()["count"]
+
+
+def test_official_clients_send_pictures(seeing):
+    image = base64.b64encode(encoded(noise())).decode()
+    with seeing.openai() as client:
+        content = [{"type": "text", "text": "What does this show?"}, part(f"data:image/png;base64,{image}")]
+        client.chat.completions.create(model="default", messages=[{"role": "user", "content": content}])
+        first = seeing.engine.last.pictures
+        content = [{"type": "input_image", "image_url": f"data:image/png;base64,{image}", "detail": "auto"}]
+        client.responses.create(model="default", input=[{"role": "user", "content": content}])
+        second = seeing.engine.last.pictures
+    with anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0) as client:
+        source = {"type": "base64", "media_type": "image/png", "data": image}
+        asks = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        client.messages.create(model="default", max_tokens=4, messages=asks)
+    assert len(first) == 1 and first[0].key == second[0].key == seeing.engine.last.pictures[0].key
+
+
+def test_models_say_that_they_see(seeing, shared):
+    said = {"seeing": ["text", "image"], "blind": ["text"]}
+    for live, inputs in ((seeing, said["seeing"]), (shared, said["blind"])):
+        assert live.http.get("/v1/models/tiny").json()["architecture"]["input_modalities"] == inputs
+        able = live.http.post("/api/show", json={"model": "tiny"}).json()["capabilities"]
+        assert ("vision" in able) == (len(inputs) == 2)
+
+
+def test_low_detail_takes_a_smaller_picture_and_kinds_are_told_by_content(seeing):
+    big = Image.new("RGB", (600, 40), "red")
+    lengths = []
+    for detail in ("low", "high", "auto"):
+        assert ask(seeing, part(uri(encoded(big, "JPEG"), "text/plain"), detail=detail)).status_code == 200
+        lengths.append(seeing.engine.last.pictures[0].length)
+    assert lengths[0] < lengths[1] == lengths[2]
+    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    assert ask(seeing, part(uri(encoded(clear)))).status_code == 200
+    assert (load(seeing.engine.last.pictures[0].inputs)["pixel_values"] > 1).all(), "what is transparent becomes white"
+
+
+def test_grey_of_16_bits_keeps_its_levels():
+    grey = Image.fromarray(np.array([[0, 0x4000, 0x8000, 0xFFFF]], np.uint16))
+    assert np.asarray(decoded(1, uri(encoded(grey))))[0, :, 0].tolist() == [0, 0x40, 0x80, 0xFF]
+
+
+def test_a_conversation_that_the_server_keeps_has_its_picture(seeing):
+    ask(seeing, "look", part(uri(encoded(noise()))), conversation_id="c")
+    assert seeing.chat(conversation_id="c").status_code == 200
+    assert len(seeing.engine.last.pictures) == 1
+
+
+def test_a_stored_response_and_its_background_keep_the_picture(seeing):
+    asks = [{"role": "user", "content": [{"type": "input_image", "image_url": uri(encoded(noise()))}]}]
+    first = seeing.http.post("/v1/responses", json={"input": asks, "background": True}).json()
+    place = f"/v1/responses/{first['id']}"
+    wait_until(lambda: seeing.http.get(place).json()["status"] == "completed")
+    sent = seeing.engine.last
+    more = seeing.http.post("/v1/responses", json={"input": "more", "previous_response_id": first["id"]})
+    assert more.status_code == 200, more.text
+    assert seeing.engine.last is not sent and seeing.engine.last.pictures == sent.pictures != ()
+
+
+def _damaged():
+    good = encoded(noise())
+    frames = [noise(seed=seed) for seed in range(2)]
+    bomb = bytearray(good)
+    bomb[16:24] = b"\0\0\x27\x10\0\0\x27\x10"  # 10,000 x 10,000
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
+    return {
+        "http": ("http://127.0.0.1/x.png", ["picture 1", "nothing is fetched", "data:image/png;base64"]),
+        "file": ("file:///etc/passwd", ["not allowed", "file:///etc/passwd"]),
+        "not base64": ("data:image/png;base64,?", ["base64"]),
+        "empty": ("data:image/png;base64,", ["unknown kind"]),
+        "svg": (uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), ["SVG", "send PNG"]),
+        "unknown": (uri(b"II*\0junkjunk"), ["unknown kind", "send PNG"]),
+        "cut": (uri(good[:-100]), ["cut short", "send a whole file"]),
+        "bomb": (uri(bytes(bomb)), ["more than 64 million pixels", "smaller"]),
+        "gif": (uri(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])), ["animated (GIF)", "one frame"]),
+        "webp": (uri(encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:])), ["animated (WEBP)"]),
+        "shape": (uri(encoded(Image.new("RGB", (4000, 4)))), ["refused by the model's processor", "ratio"]),
+    }
+
+
+@pytest.mark.parametrize("kind", _damaged())
+def test_a_bad_picture_is_refused_before_anything_is_queued(seeing, kind):
+    url, words = _damaged()[kind]
+    before = len(seeing.engine.submitted)
+    refused(ask(seeing, "what?", part(url)), *words)
+    assert len(seeing.engine.submitted) == before
+
+
+def test_limits_of_number_context_and_texts(seeing):
+    good = part(uri(encoded(noise())))
+    refused(ask(seeing, *[good] * 33), "at most 32 pictures", "33")
+    refused(ask(seeing, "x<|image_pad|>", good), "'<|image_pad|>'", "leave it out")
+    sent = ask(seeing, *[part(uri(encoded(noise(64, 64))))] * 9)
+    assert (sent.status_code, sent.json()["error"]["code"]) == (400, "context_length_exceeded")
+    refused(ask(seeing, part("x", detail="huge")), "image_url.detail")
+    refused(seeing.chat(messages=[{"role": "assistant", "content": [good]}]), "image_url")
+    sent = seeing.http.post(
+        "/v1/responses", json={"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}
+    )
+    refused(sent, "Invalid 'input': picture 1")
+    sent = seeing.http.post("/api/generate", json={"model": "tiny", "prompt": "x", "raw": True, "images": ["aGk="]})
+    assert sent.status_code == 400 and "raw" in sent.json()["error"]
+    sent = seeing.http.post("/v1/cache/warm", json={"messages": [{"role": "user", "content": [good]}]})
+    refused(sent, "not warmed")
+
+
+def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
+    good = part(uri(encoded(noise())))
+    refused(ask(shared, good), "takes text alone")
+    see(tmp_path, "qwen2_5_vl")
+    config = {"model_type": "unseen_vl", "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
+        refused(ask(live, good), "'unseen_vl'")
+    monkeypatch.setattr("tandem.server.chats.pictures.find_spec", lambda name: None)
+    from tandem.server.chats.pictures import unseen
+
+    unseen.cache_clear()
+    refused(ask(seeing, good), "mlx-tandem[vision]")
+    monkeypatch.undo()
+    unseen.cache_clear()
+
+
+SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "before", "shape"),
+    [("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)), ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32))],
+)
+def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
+    see(tmp_path, kind)
+    tokenizer = load_tokenizer(ModelFiles(tmp_path, "tiny"))
+    messages = [{"role": "system", "content": "sys"}, {"role": "user", "content": "<mark>x"}]
+    prompt = rendered_with_pictures(
+        tokenizer,
+        processor_of(str(tmp_path)),
+        256,
+        {"messages": messages, "tools": [], "variables": {}, "add_generation_prompt": True},
+        mark="<mark>",
+        pictures=[(uri(encoded(noise())), False)],
+    )
+    [picture] = prompt.pictures
+    span = prompt.tokens[picture.start : picture.start + picture.length]
+    assert tokenizer.decode(span, False) == shown
+    text = tokenizer.decode(prompt.tokens, False)
+    assert "sys<" in text and before + shown in text
+    assert load(picture.inputs)["pixel_values"].shape == shape
+
+
+def mutants(count, seed=7):
+    """Damaged files of all kinds: bytes changed, cut out, doubled, or cut off."""
+    rng = random.Random(seed)
+    image = noise(24, 24)
+    kinds = {
+        "PNG": encoded(image),
+        "JPEG": encoded(image, "JPEG"),
+        "WEBP": encoded(image, "WEBP"),
+        "GIF": encoded(image, "GIF"),
+        "AVIF": encoded(image, "AVIF"),
+    }
+    for number in range(count):
+        kind = list(kinds)[number % len(kinds)]
+        raw = bytearray(kinds[kind])
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            place = rng.randrange(min(len(raw), 64) if rng.random() < 0.5 else len(raw))
+            how = rng.randrange(4)
+            if how == 0:
+                raw[place] ^= 1 << rng.randrange(8)
+            elif how == 1:
+                raw[place : place + 4] = rng.randbytes(4)
+            elif how == 2:
+                del raw[place : place + rng.randrange(1, 40)]
+            else:
+                raw[place:place] = raw[place : place + rng.randrange(1, 40)]
+            if not raw:
+                raw = bytearray(b"x")
+        yield kind, bytes(raw)
+
+
+@pytest.mark.parametrize("count", [40])
+def test_damaged_pictures_are_refused_or_read(seeing, count):
+    found = Counter()
+    for kind, raw in mutants(count):
+        sent = ask(seeing, part(uri(raw)), max_tokens=1)
+        assert sent.status_code in (200, 400), (kind, raw, sent.text)
+        found[kind, sent.status_code] += 1
+    assert {code for _, code in found} == {200, 400}
+    wait_until(lambda: not seeing.api.live)
+    print(dict(found))
