@@ -21,6 +21,7 @@ import psutil
 import pytest
 from msgspec import structs
 
+from served import Call, api_of, wait_until
 from statuses import STATUS
 from tandem.cli.address import api_key, server_url
 from tandem.cli.main import build_parser, main
@@ -266,6 +267,42 @@ def test_up_again_with_the_same_settings_changes_nothing_and_restart_keeps_them(
     assert httpx.get(f"{seen['address']}/v1/models", timeout=240).status_code == 401
     key = {"x-api-key": "sesame"}
     assert httpx.get(f"{seen['address']}/v1/models", headers=key, timeout=240).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_rolling_restart_replaces_all_but_the_supervisor_and_cuts_no_stream(tandem):
+    done = tandem("up", tandem.model, "--port", "0", "-dp", "2")
+    try:
+        assert done.returncode == 0, done.stderr
+        [before] = tandem.status("--interval", "0")
+        supervisor, url = psutil.Process(before["pid"]), before["address"]
+        bodies = [{"prompt": [3, 5, prompt], "max_tokens": 500, "temperature": 0, "stream": True} for prompt in range(4)]
+        keys = {"Authorization": "Bearer sesame"}
+        expected = [Call(url, body, keys).join().result["text"] for body in bodies]
+        api, over, calls = api_of(supervisor).pid, threading.Event(), [Call(url, body, keys) for body in bodies]
+
+        def ask() -> None:
+            while not over.is_set():
+                calls.extend(call.join() for call in [Call(url, body, keys) for body in bodies])
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            done = tandem("restart", "--rolling")
+        finally:
+            over.set()
+            thread.join()
+        assert done.returncode == 0, done.stderr
+        assert "all processes but the supervisor were replaced" in done.stdout
+        for number, call in enumerate(calls):
+            assert call.join().result.get("done") and call.result["text"] == expected[number % 4], call.result
+        [after] = tandem.status("--interval", "0")
+        assert (after["pid"], after["state"], [one["replica"] for one in after["replicas"]]) == (before["pid"], "ready", [2, 3])
+        wait_until(lambda: not psutil.pid_exists(api), "the old api ends")
+        assert api_of(supervisor).pid != api
+        assert "runs already with these settings" in tandem("up", tandem.model, "--port", "0", "-dp", "2").stdout
+    finally:
+        tandem("down", "--now")
 
 
 def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypatch):
