@@ -34,6 +34,7 @@ from tandem.errors import UsageError
 from tandem.protocol.control import RankInfo
 from tandem.protocol.supervisor_messages import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background, Record
+from tandem.system.origin import build
 from tandem.testing import tiny_model
 
 
@@ -362,6 +363,26 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert f"rank 1 (a-mac): {words}" in said
     assert "rank 0 (a-mac):" not in said
+
+
+def test_code_that_differs_between_supervisor_replicas_and_machines_is_said(monkeypatch, capsys):
+    rank = RankInfo(
+        rank=1, stage=0, layers=(0, 4), pid=1, host="mac-b", weight_bytes=9, peak_bytes=2, step_s=0.1, build="0.1.0+b"
+    )
+    replicas, here = [ReplicaInfo(0, "ipc://x", "running", 2, 0)], build()
+    for supervisor, engine, ranks, said in (
+        (here, here, [structs.replace(rank, build=here)], []),
+        ("0.1.0+a", here, [], [f"supervisor of Tandem 0.1.0+a, replicas of {here}: `tandem restart` replaces it too"]),
+        ("0.1.0+a", "0.1.0+a", [], [f"replica 0 runs Tandem 0.1.0+a, installed is {here}: `tandem restart --rolling` takes it"]),
+        (here, here, [rank], [f"rank 1 (mac-b): runs Tandem 0.1.0+b, its engine {here}: `tandem hosts sync --hostfile FILE`"]),
+    ):
+        monkeypatch.setattr("tandem.cli.status.ask", lambda *_, of=supervisor: ReplicaList(replicas, build=of))
+        status = structs.replace(STATUS, ranks=ranks, build=engine)
+        probe = SimpleNamespace(ask=lambda seconds, of=status: of, close=lambda: None)
+        monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint, of=probe: of)
+        main(["status", "--port", "1"])
+        lines = [line for line in capsys.readouterr().out.splitlines() if " Tandem " in line]
+        assert [line[: len(words)] for line, words in zip(lines, said, strict=True)] == said
 
 
 def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(monkeypatch):

@@ -47,7 +47,7 @@ from tandem.supervision.api import ApiProcess
 from tandem.supervision.control_socket import ControlServer, control_path
 from tandem.supervision.engine_pool import EnginePool, several, with_names
 from tandem.supervision.engines import EngineSet
-from tandem.version import __version__
+from tandem.system.origin import build
 
 log = logging.getLogger("tandem.cli")
 
@@ -161,6 +161,7 @@ class Supervisor:
         self._settings = settings
         self._listener = listener
         self._history = History()
+        self._build = build()  # before the code on disk may change
         self._engines: EngineSet | EnginePool = (
             EnginePool(settings, history=self._history) if several(settings) else EngineSet(settings, history=self._history)
         )
@@ -214,7 +215,7 @@ class Supervisor:
                 self._engines.announced,
                 self._history.after(request.events_after),
                 self._rolling is not None,
-                __version__,
+                self._build,
                 request.number,
             )
         if isinstance(request, messages.NoteEvent):

@@ -35,6 +35,7 @@ from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
+from tandem.system.origin import build
 from tandem.text.tokenizer import load_tokenizer
 from tandem.version import __version__
 
@@ -223,6 +224,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
         cache_bytes=cache_bytes(spec.sharing),
         wired_bytes=wired.bytes,
         wiring=wired.trouble,
+        build=build(),
         metal=on_metal(),
         trimmable=trimmable(runner.stage.make_caches()),
         quantized_layers=runner.stage.quantized_layers,

@@ -250,7 +250,7 @@ class ClusterExecutor(Executor):
                 if version != first.versions.get(name):
                     raise UsageError(
                         f"rank {rank} on {hello.host} runs {name} {version}, rank 0 on {first.host} "
-                        f"{first.versions.get(name)}; install the same version on all hosts"
+                        f"{first.versions.get(name)}; install the same version on all hosts (`tandem hosts sync`)"
                     )
         return [hellos[rank] for rank in sorted(hellos)]
 

@@ -118,8 +118,8 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """Events after `events_after`, oldest first."""
     rolling: bool = False
     """True during a rolling restart: requests wait for a replica instead of being refused."""
-    version: str = ""
-    """Version of the supervisor."""
+    build: str = ""
+    """Version and digest of the supervisor's code."""
     number: int = 0
     """Number of the answered `ListReplicas`: commands sent before it have taken effect."""
 

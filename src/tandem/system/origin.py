@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import shlex
@@ -16,10 +17,20 @@ from tandem.json_types import JsonObject
 from tandem.version import __version__
 
 PACKAGE = "mlx-tandem"
+MEND = "`tandem hosts sync --hostfile FILE` installs the code of this machine there"
 _KEPT = ("METADATA", "entry_points.txt")
 _WHEEL = "Wheel-Version: 1.0\nGenerator: tandem\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """Date of all files in a wheel, so that equal files give an identical wheel."""
+
+
+@functools.cache
+def build() -> str:
+    """Return the version with a digest of the code that was installed at the first call, such as `0.1.0+3f9a02c1`."""
+    root, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=4)
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return f"{__version__}+{digest.hexdigest()}"
 
 
 def install_command(python: str, host: str) -> str:
