@@ -4,7 +4,7 @@
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup:  ## make .venv with Tandem and its development tools
+setup:  ## make .venv with Tandem and what serving needs (`make test` and `make check` add development tools)
 	@scripts/setup
 
 serve:  ## serve the demo model on this machine, over two pipeline stages but on a Mac (ARGS="..." adds options)
@@ -17,18 +17,18 @@ check:  ## lint, types, import contracts and the quick tests
 	@scripts/check
 
 quick:  ## lint and the quick tests that name what has changed since the last commit (ARGS="COMMIT" for another)
-	@scripts/setup
+	@scripts/setup --dev
 	@scripts/quick $(ARGS)
 
 soak:  ## an hour of random faults, features and bad neighbours combined (ARGS="--seed 7 --minutes 600" for another storm)
 	@scripts/soak $(ARGS)
 
 readme:  ## run every command of README.md, and check what it answers
-	@scripts/setup
+	@scripts/setup --dev
 	@scripts/readme $(ARGS)
 
 docs:  ## build the documentation site into build/site; a link that leads nowhere is an error
-	@scripts/setup
+	@scripts/setup --dev
 	@.venv/bin/mkdocs build --strict --quiet
 
 lint:  ## lint, types and import contracts

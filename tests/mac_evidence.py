@@ -43,7 +43,7 @@ def mac(number: int, **outputs: str) -> Facts:
         root=False,
         executable="/opt/venv/bin/python3.12",
         program="/opt/python/3.12/bin/python3.12",
-        sources="5f1e",
+        build="5f1e",
         chip="Apple M4 Max",
         memory_bytes=64 << 30,
         available_bytes=50 << 30,

@@ -72,7 +72,8 @@ def api_of(server: psutil.Process) -> psutil.Process:
 class Call:
     """One HTTP request in a thread of its own."""
 
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
+    def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        self.headers = headers
         self.chunks = 0
         self.result: dict[str, Any] = {}
         self.error: Exception | None = None
@@ -85,7 +86,7 @@ class Call:
 
     def _run(self) -> None:
         try:
-            with httpx.Client(timeout=PATIENCE_S, verify=TLS) as client:
+            with httpx.Client(timeout=PATIENCE_S, verify=TLS, headers=self.headers) as client:
                 if self._body.get("stream"):
                     self._stream(client)
                 else:

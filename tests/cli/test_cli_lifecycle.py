@@ -21,6 +21,7 @@ import psutil
 import pytest
 from msgspec import structs
 
+from served import Call, api_of, wait_until
 from statuses import STATUS
 from tandem.cli.address import api_key, server_url
 from tandem.cli.main import build_parser, main
@@ -33,6 +34,7 @@ from tandem.errors import UsageError
 from tandem.protocol.control import RankInfo
 from tandem.protocol.supervisor_messages import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background, Record
+from tandem.system.origin import build
 from tandem.testing import tiny_model
 
 
@@ -268,6 +270,42 @@ def test_up_again_with_the_same_settings_changes_nothing_and_restart_keeps_them(
     assert httpx.get(f"{seen['address']}/v1/models", headers=key, timeout=240).status_code == 200
 
 
+@pytest.mark.slow
+def test_a_rolling_restart_replaces_all_but_the_supervisor_and_cuts_no_stream(tandem):
+    done = tandem("up", tandem.model, "--port", "0", "-dp", "2")
+    try:
+        assert done.returncode == 0, done.stderr
+        [before] = tandem.status("--interval", "0")
+        supervisor, url = psutil.Process(before["pid"]), before["address"]
+        bodies = [{"prompt": [3, 5, prompt], "max_tokens": 500, "temperature": 0, "stream": True} for prompt in range(4)]
+        keys = {"Authorization": "Bearer sesame"}
+        expected = [Call(url, body, keys).join().result["text"] for body in bodies]
+        api, over, calls = api_of(supervisor).pid, threading.Event(), [Call(url, body, keys) for body in bodies]
+
+        def ask() -> None:
+            while not over.is_set():
+                calls.extend(call.join() for call in [Call(url, body, keys) for body in bodies])
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            done = tandem("restart", "--rolling")
+        finally:
+            over.set()
+            thread.join()
+        assert done.returncode == 0, done.stderr
+        assert "all processes but the supervisor were replaced" in done.stdout
+        for number, call in enumerate(calls):
+            assert call.join().result.get("done") and call.result["text"] == expected[number % 4], call.result
+        [after] = tandem.status("--interval", "0")
+        assert (after["pid"], after["state"], [one["replica"] for one in after["replicas"]]) == (before["pid"], "ready", [2, 3])
+        wait_until(lambda: not psutil.pid_exists(api), "the old api ends")
+        assert api_of(supervisor).pid != api
+        assert "runs already with these settings" in tandem("up", tandem.model, "--port", "0", "-dp", "2").stdout
+    finally:
+        tandem("down", "--now")
+
+
 def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypatch):
     """Its api may hear of them later, and refuses requests until then."""
     place = SimpleNamespace(
@@ -336,6 +374,24 @@ def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, ca
     monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
     main(["status", "--interval", "0"])
     assert "port 8000" in capsys.readouterr().out
+def test_code_that_differs_between_supervisor_replicas_and_machines_is_said(monkeypatch, capsys):
+    rank = RankInfo(
+        rank=1, stage=0, layers=(0, 4), pid=1, host="mac-b", weight_bytes=9, peak_bytes=2, step_s=0.1, build="0.1.0+b"
+    )
+    replicas, here = [ReplicaInfo(0, "ipc://x", "running", 2, 0)], build()
+    for supervisor, engine, ranks, said in (
+        (here, here, [structs.replace(rank, build=here)], []),
+        ("0.1.0+a", here, [], [f"supervisor of Tandem 0.1.0+a, replicas of {here}: `tandem restart` replaces it too"]),
+        ("0.1.0+a", "0.1.0+a", [], [f"replica 0 runs Tandem 0.1.0+a, installed is {here}: `tandem restart --rolling` takes it"]),
+        (here, here, [rank], [f"rank 1 (mac-b): runs Tandem 0.1.0+b, its engine {here}: `tandem hosts sync --hostfile FILE`"]),
+    ):
+        monkeypatch.setattr("tandem.cli.status.ask", lambda *_, of=supervisor: ReplicaList(replicas, build=of))
+        status = structs.replace(STATUS, ranks=ranks, build=engine)
+        probe = SimpleNamespace(ask=lambda seconds, of=status: of, close=lambda: None)
+        monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint, of=probe: of)
+        main(["status", "--port", "1"])
+        lines = [line for line in capsys.readouterr().out.splitlines() if " Tandem " in line]
+        assert [line[: len(words)] for line, words in zip(lines, said, strict=True)] == said
 
 
 def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(monkeypatch):

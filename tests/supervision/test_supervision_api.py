@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import time
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from tandem.config.loading import build
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UsageError
 from tandem.protocol.events import History
 from tandem.protocol.payloads import ApiPayload
 from tandem.supervision import children as module
@@ -121,3 +122,43 @@ def test_keys_stay_as_they_were_where_their_file_is_not_in_order(clock, tmp_path
         assert [one.kind for one in history.after()].count("api_keys_kept") == 2
         with pytest.raises(ConfigError, match="cannot read"):
             ApiProcess(build({"model": "m", "api_key_file": str(tmp_path)}), listener).start()
+
+
+@pytest.mark.parametrize("journal", [None, "j"])
+def test_a_successor_takes_over_once_it_is_ready_and_one_that_cannot_start_changes_nothing(clock, monkeypatch, tmp_path, journal):
+    """Only one process can have a journal: with one, the successor waits for the other's end."""
+    retired: list[Child] = []
+    monkeypatch.setattr(Child, "retire", lambda self: retired.append(self), raising=False)
+    monkeypatch.setattr(Child, "wait", lambda self, timeout_s: self.code is not None)
+    before = build({"model": "m", "journal": journal and str(tmp_path)})
+    after = dataclasses.replace(before, process=dataclasses.replace(before.process, drain_timeout=7.0))
+    with socket.socket() as listener:
+        history = History()
+        api = ApiProcess(before, listener, history)
+        with pytest.raises(UsageError, match="just being started"):
+            api.replace(after)
+        api.look()
+        assert api.heard(1)
+        old = api.child
+        if journal is None:
+            api.replace(after)
+            api.look()
+            api.child.code = 2
+            api.look()
+            assert (api.child, api.settings, api.replacing, retired) == (old, before, False, [])
+            assert [event.kind for event in history.after()] == ["rolling_failed"]
+        api.replace(after)
+        api.look()
+        assert (retired, api.child) == (([], api.child) if journal is None else ([old], None))
+        if journal is not None:
+            old.code = 0
+            api.look()
+        new = api.child
+        assert new is not old and msgspec.json.decode(new.payload, type=ApiPayload).succeeds
+        assert api.heard(1)
+        api.take_over()
+        assert (retired, api.settings, api.replacing) == ([old], after, False)
+        assert api.children == ([new] if journal else [new, old])
+        old.code = 0
+        api.look()
+        assert api.children == [new]

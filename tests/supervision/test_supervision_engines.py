@@ -382,6 +382,36 @@ def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, m
     engines.close()
 
 
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_rolling_restart_goes_back_when_a_successor_does_not_start(children, monkeypatch, code):
+    monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
+    history = History()
+    engines = started(data_parallel_size=2, history=history, roles=("prefill", "decode"), kv_disk="/kv")
+    engines.look()
+    engines.announced = True
+    old, new = engines.settings, settings(data_parallel_size=2, kv_tokens=4096, kv_disk="/kv")
+    engines.roll(new)
+    assert not engines.roll_on() and [info.state for info in engines.infos()] == ["draining", "running"]
+    engines.look()
+    assert [(info.replica, info.role) for info in engines.infos()] == [(1, "decode"), (2, "prefill")]
+    assert engines._replicas[2].settings.scheduler.kv_tokens == 4096 and engines._replicas[2].place == 0
+    assert not engines.roll_on(), "it has not been ready"
+    engines.look()
+    assert not engines.roll_on() and [info.state for info in engines.infos()] == ["draining", "running"]
+    engines.look()
+    children[-1].code = code
+    for _ in range(2):
+        assert engines.look() is None
+    assert engines.went_back and engines.roll_on() and history.after()[-1].kind in ("rolling_failed", "replica_lost")
+    assert "rolling_failed" in [event.kind for event in history.after()]
+    assert engines.settings is old and engines._replicas[3].settings.scheduler.kv_tokens is None
+    assert [(info.replica, info.role, info.state) for info in engines.infos()] == [
+        (2, "prefill", "running"),
+        (3, "decode", "running"),
+    ]
+    engines.close()
+
+
 @pytest.mark.parametrize(("code", "waits"), [(-9, False), (2, True)], ids=["crashed", "found something amiss"])
 def test_who_has_crashed_once_is_started_again_at_once(children, monkeypatch, code, waits):
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 100.0)

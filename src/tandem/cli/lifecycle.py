@@ -28,7 +28,7 @@ from tandem.env import SECRET_VARIABLES, set_variables, variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
-from tandem.protocol.supervisor_messages import AddReplica, Done, DrainReplica
+from tandem.protocol.supervisor_messages import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList, RollingRestart
 from tandem.supervision.children import MODULE
 from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_names
@@ -66,7 +66,10 @@ def _place(arguments: argparse.Namespace) -> Background:
 
 
 def run_restart(arguments: argparse.Namespace) -> int:
-    """End a server and start it with the options it was started with; files are read anew. Raises UsageError."""
+    """End a server and start it with the options it was started with; files are read anew.
+
+    With --rolling its processes are replaced one at a time while it serves. Raises UsageError.
+    """
     place = _place(arguments)
     try:
         had = msgspec.json.decode(place.kept() or b"", type=_StartedWith)
@@ -81,7 +84,35 @@ def run_restart(arguments: argparse.Namespace) -> int:
             "TANDEM_API_KEY again, or start it with --api-key-file",
             param="api_key",
         )
+    if arguments.rolling:
+        return _roll(place, settings, wait=not arguments.no_wait)
     return _start(place, settings, had, arguments, replace=True)
+
+
+def _roll(place: Background, settings: Settings, *, wait: bool) -> int:
+    """Replace a server's api and replicas one at a time while it serves; return the exit code. Raises UsageError."""
+    record = place.record()
+    if not place.runs() or record is None:
+        raise UsageError(f"no server named {place.name} runs, so that nothing can be replaced; `tandem restart` starts it")
+    sync_workers(settings)
+    path = control_path(record.port)
+    before = ask(path, ListReplicas())
+    ask(path, RollingRestart(to_json(settings)))
+    assert isinstance(before, ReplicaList)
+    seen, kind, rolling = before.events[-1].number if before.events else 0, "", True
+    while wait and rolling:
+        reply = ask(path, ListReplicas(events_after=seen))
+        assert isinstance(reply, ReplicaList)
+        for event in reply.events:
+            seen, kind = event.number, event.kind if event.kind.startswith("rolling_") else kind
+            if event.kind.startswith(("rolling_", "replica_ready")):
+                print(f"{place.name}: {event.text}{f' ({event.replica})' if event.replica is not None else ''}", flush=True)
+        rolling = reply.rolling
+        time.sleep(POLL_S)
+    if kind == "rolling_failed":
+        return 3
+    place.write(msgspec.structs.replace(record, settings=digest(settings), drain_timeout=settings.process.drain_timeout))
+    return 0
 
 
 class _StartedWith(msgspec.Struct, frozen=True):

@@ -81,7 +81,7 @@ COMMANDS = {
         ),
         "logs": Command("Print the log of a server that `tandem up` started.", servers.add_logs, Later("lifecycle:run_logs")),
         "restart": Command(
-            "End a server that `tandem up` started, and start it with its options, read anew.",
+            "Restart a server that `tandem up` started, with its options read anew.",
             servers.add_restart,
             Later("lifecycle:run_restart"),
         ),

@@ -150,7 +150,7 @@ def _last_words(message: str) -> None:
     os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
-def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool) -> int:
+def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool, succeeds: bool) -> int:
     from tandem.server.api_process import run_api
     from tandem.server.cache.warm_file import warm_bodies
     from tandem.server.engines.model_pool import ModelPool
@@ -186,7 +186,7 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
         os.kill(os.getpid(), signal.SIGTERM)
 
     watch_lifeline(orphaned)
-    run_api(settings, engines, keys=keys, fd=fd, announce=False)  # the supervisor announces the server
+    run_api(settings, engines, keys=keys, fd=fd, announce=False, succeeds=succeeds)  # the supervisor announces the server
     return 0
 
 
@@ -241,7 +241,7 @@ def main() -> int:
         content, lending = bytes(payload.settings), payload.lending
     else:
         api = msgspec.json.decode(content, type=ApiPayload)
-        content, keys = bytes(api.settings), api.keys
+        content, keys, succeeds = bytes(api.settings), api.keys, api.succeeds
     settings = from_json(content)
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]", log_format=settings.process.log_format)
@@ -250,7 +250,7 @@ def main() -> int:
         return (
             _engine_child(settings, lending)
             if kind == "engine"
-            else _api_child(settings, keys, int(sys.argv[3]), served=wait > 0)
+            else _api_child(settings, keys, int(sys.argv[3]), served=wait > 0, succeeds=succeeds)
         )
     except UsageError as error:
         _last_words(error.message)

@@ -27,6 +27,7 @@ from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.options import vllm_mlx
 from tandem.cli.processes import prepared
 from tandem.cli.startup import farewell, progress_lines
+from tandem.config.loading import from_json
 from tandem.config.settings import Settings
 from tandem.env import engine_socket_path
 from tandem.errors import UsageError
@@ -47,6 +48,7 @@ from tandem.supervision.api import ApiProcess
 from tandem.supervision.control_socket import ControlServer, control_path
 from tandem.supervision.engine_pool import EnginePool, several, with_names
 from tandem.supervision.engines import EngineSet
+from tandem.system.origin import build
 
 log = logging.getLogger("tandem.cli")
 
@@ -136,6 +138,27 @@ def _completed(settings: Settings, listener: socket.socket) -> Settings:
     return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port), process=process)
 
 
+def _kept(old: Settings, new: Settings) -> Settings:
+    """Return `new` with the addresses of `old`, for a rolling restart. Raises UsageError for what it cannot change."""
+    changed = {
+        "the model": (new.model, new.models, new.named) != (old.model, old.models, old.named),
+        "--host or --port": (new.server.host, new.server.port or old.server.port) != (old.server.host, old.server.port),
+        "--tls-cert": (new.server.tls_cert is None) != (old.server.tls_cert is None),
+        "--data-parallel-size": new.parallel.data_parallel_size != old.parallel.data_parallel_size,
+    }
+    parallel = dataclasses.replace(new.parallel, ray_address=old.parallel.ray_address)
+    changed["a setting of engines, with several models,"] = bool(old.named) and (parallel, new.scheduler) != (
+        old.parallel,
+        old.scheduler,
+    )
+    if what := ", ".join(name for name, different in changed.items() if different):
+        raise UsageError(f"{what} has changed, which a rolling restart cannot do; `tandem restart` takes it over")
+    process = dataclasses.replace(new.process, engine_socket=old.process.engine_socket)
+    return dataclasses.replace(
+        new, server=dataclasses.replace(new.server, port=old.server.port), parallel=parallel, process=process
+    )
+
+
 class Supervisor:
     """Parent process of the engines and the API process: starts, health-checks and ends them."""
 
@@ -143,10 +166,14 @@ class Supervisor:
         self._settings = settings
         self._listener = listener
         self._history = History()
+        self._build = build()  # before the code on disk may change
         self._engines: EngineSet | EnginePool = (
             EnginePool(settings, history=self._history) if several(settings) else EngineSet(settings, history=self._history)
         )
         self._api = ApiProcess(settings, listener, self._history)
+        self._rolling: Settings | None = None
+        """Settings of the new processes during a rolling restart."""
+        self._rolls_from: float | None = None
         self._over = ""
         """Reason why no engine can be started any more; empty until then."""
         self._signals = 0
@@ -182,6 +209,8 @@ class Supervisor:
         if isinstance(request, messages.ListReplicas):
             if self._api.heard(request.api):
                 self._reached = request.reached
+                if self._api.replacing and (request.reached or not self._engines.children):
+                    self._api.take_over()
             models, budget = (self._engines.models(), self._engines.budget) if isinstance(self._engines, EnginePool) else ([], {})
             return messages.ReplicaList(
                 self._engines.infos(),
@@ -190,6 +219,8 @@ class Supervisor:
                 self._over,
                 self._engines.announced,
                 self._history.after(request.events_after),
+                self._rolling is not None,
+                self._build,
                 request.number,
             )
         if isinstance(request, messages.NoteEvent):
@@ -199,15 +230,44 @@ class Supervisor:
             return messages.Done(self._engines.add(request.role))
         if isinstance(request, messages.DrainReplica):
             return messages.Done(self._engines.drain(request.replica))
+        if isinstance(request, messages.RollingRestart):
+            self._begin_rolling(from_json(request.settings))
+            return messages.Done()
         if not isinstance(self._engines, EnginePool):
             raise UsageError("this server has one model, which stays loaded")
         if isinstance(request, messages.LoadModel):
             return messages.Done(model=self._engines.load(request.model))
         return messages.Done(model=self._engines.unload(request.model))
 
+    def _begin_rolling(self, settings: Settings) -> None:
+        """Begin to replace the api, then the engines one at a time. Raises UsageError if `settings` need a full restart."""
+        if self._rolling is not None or not self._engines.announced:
+            raise UsageError("the server is still starting or restarting; try again when it is ready")
+        settings = _kept(self._settings, settings)
+        self._api.replace(settings)
+        self._rolling, self._rolls_from = settings, None
+        self._history.note("rolling_begun", "a rolling restart has begun: the api is replaced first")
+
+    def _roll(self) -> None:
+        """Go on with a rolling restart, if one is under way and what was replaced last serves."""
+        if self._rolling is None or self._api.replacing:
+            return
+        now, went_back = time.monotonic(), self._api.settings is not self._rolling
+        if not went_back and self._rolls_from is None:
+            self._engines.roll(self._rolling)
+            self._rolls_from = now + FRESH_S  # by then each api makes its requests wait instead of fail
+        if not went_back:
+            running = sum(info.state == "running" for info in self._engines.infos())
+            if now < (self._rolls_from or 0.0) or self._reached < running or not self._engines.roll_on():
+                return
+            self._settings = self._rolling
+            if not self._engines.went_back:
+                self._history.note("rolling_done", "all processes but the supervisor were replaced")
+        self._rolling = None
+
     @property
     def _children(self) -> list[ChildProcess]:
-        return [*([self._api.child] if self._api.child else []), *self._engines.children]
+        return [*self._api.children, *self._engines.children]
 
     def _wait_until_ready(self) -> int | None:
         """Return None once all replicas accept requests, else an exit code."""
@@ -250,6 +310,7 @@ class Supervisor:
         self._control.serve(POLL_S)
         if self._signals:
             return 0
+        self._roll()
         return code if (code := self._look_at_engines()) is not None else self._api.look()
 
     def _look_at_engines(self) -> int | None:
@@ -266,8 +327,7 @@ class Supervisor:
             level="error" if self._over else "info",
         )
         self._ends_at = time.monotonic()
-        if self._api.child is not None:
-            self._end_all([self._api.child], self._while_draining)
+        self._end_all(self._api.children, self._while_draining)
         self._end_all(self._engines.children)
         return code
 

@@ -22,6 +22,7 @@ from tandem.protocol.supervisor_messages import ListReplicas, ModelInfo, Replica
 from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import Background, known_names
 from tandem.supervision.status_probe import StatusProbe
+from tandem.system.origin import MEND, build
 
 PROBE_S = 3.0
 """Timeout in seconds of an engine's status; longer than the API server's, since a busy machine delays the answer."""
@@ -69,6 +70,8 @@ class Look:
     """Models of a server with several; else empty."""
     events: list[Event] = field(default_factory=list)
     """Events since the server's start, oldest first."""
+    build: str = ""
+    """Version and digest of its supervisor's code."""
     announced: bool = False
     """True once the server has announced that it is ready, which follows the engines being ready."""
 
@@ -168,7 +171,7 @@ def look_at_port(port: int, interval: float = 0.0) -> Look:
 def _fill(look: Look, port: int, interval: float) -> None:
     reply = ask(control_path(port), ListReplicas())
     assert isinstance(reply, ReplicaList)
-    look.models, look.announced, look.events = reply.models, reply.announced, reply.events
+    look.models, look.announced, look.events, look.build = reply.models, reply.announced, reply.events, reply.build
     probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
     try:
         look.replicas = [
@@ -241,7 +244,27 @@ def _picture(look: Look) -> Group:
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
         parts += [Text(f"rank {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
     parts += [Text(f"replica {replica['replica']}: {replica['detail']}") for replica in replicas if replica["detail"]]
+    parts += [Text(line, "yellow") for line in _builds(look)]
     return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
+
+
+def _builds(look: Look) -> list[str]:
+    """Return a line for each process whose code is not that of this command or of its engine."""
+    lines, here = [], build()
+    for replica in look.replicas:
+        if (status := replica.status) is None or not status.build:
+            continue
+        if status.build != here:
+            took = "`tandem restart --rolling` takes it"
+            lines.append(f"replica {replica.info.replica} runs Tandem {status.build}, installed is {here}: {took}")
+        lines += [
+            f"rank {rank.rank} ({rank.host}): runs Tandem {rank.build}, its engine {status.build}: {MEND}"
+            for rank in status.ranks
+            if rank.build not in ("", status.build)
+        ]
+    if not lines and look.build not in ("", here):
+        lines = [f"supervisor of Tandem {look.build}, replicas of {here}: `tandem restart` replaces it too"]
+    return lines
 
 
 def _model(look: Look, model: ModelInfo) -> JsonObject:

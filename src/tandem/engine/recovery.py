@@ -31,6 +31,7 @@ from tandem.protocol.control import EngineMessage, Ready, Refused
 from tandem.protocol.events import History
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
+from tandem.system.origin import MEND, build
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +171,9 @@ class RankGroup:
         started = time.monotonic()
         self._refresh_kv_namespace()
         self.ready = self.executor.start(progress)
+        for ready in self.ready:
+            if ready.build not in ("", build()):
+                log.warning("Rank %d on %s runs Tandem %s, its engine %s; %s", ready.rank, ready.host, ready.build, build(), MEND)
         self._load_adapters()
         self.load_s = time.monotonic() - started
         self._metrics.load_seconds.set(self.load_s)

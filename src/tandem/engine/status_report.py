@@ -17,6 +17,7 @@ from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
+from tandem.system.origin import build
 
 KEPT_STEPS = 64
 """Samples per median, and maximum number of steps tracked at once."""
@@ -122,6 +123,7 @@ class StatusReport:
         self._metrics.scheduled(scheduler.batches.preemptions if scheduler else 0, counts)
         return EngineStatus(
             query_id=0,
+            build=build(),
             state=rank_group.state,
             detail=rank_group.detail,
             model=layout.served_name,
@@ -183,6 +185,7 @@ class StatusReport:
             memory_bytes=ready.memory_bytes,
             wired_bytes=ready.wired_bytes,
             wiring=ready.wiring,
+            build=ready.build,
             used_bytes=latest.used_bytes if latest else 0,
             state=self._state(ready.rank),
             stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0,

@@ -39,6 +39,7 @@ from tandem.runner.mtp_head import load_mtp_head
 from tandem.runner.pictures import Encoder, PictureFeatures
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
+from tandem.system.origin import build
 from tandem.text.tokenizer import load_tokenizer
 from tandem.version import __version__
 
@@ -246,6 +247,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
         cache_bytes=cache_bytes(spec.sharing),
         wired_bytes=wired.bytes,
         wiring=wired.trouble,
+        build=build(),
         metal=on_metal(),
         trimmable=trimmable(runner.stage.make_caches()),
         quantized_layers=runner.stage.quantized_layers,

@@ -271,7 +271,7 @@ class Membership:
         facts, own = join.facts, versions()
         theirs = {name: facts.versions.get(name, "missing") for name in own}
         if different := [f"{name} {theirs[name]} (here {own[name]})" for name in own if theirs[name] != own[name]]:
-            return f"{facts.name} has {', '.join(different)}; install the same versions on all machines"
+            return f"{facts.name} has {', '.join(different)}; install the same versions on all machines (`tandem hosts sync`)"
         if self._needs_tickets and (join.slot is None or self._tickets.get(join.slot) != join.ticket):
             return "its ticket is not valid, or has been used"
         if join.slot is None:

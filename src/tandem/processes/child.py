@@ -96,6 +96,10 @@ class ChildProcess:
         """Send SIGTERM."""
         self._process.terminate()
 
+    def retire(self) -> None:
+        """Send SIGUSR1, on which an api accepts no further connections and ends with its last one."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process."""
         self._process.kill()

@@ -162,6 +162,8 @@ class RankInfo(Struct, frozen=True):
     """Bytes of live MLX arrays, without buffers that are cached for reuse."""
     state: str = "ready"
     """`ready`. While ranks are replaced: `lost` for the failed rank, `waiting` for the other ranks."""
+    build: str = ""
+    """Version and digest of the rank's code."""
     stage_latency_s: float = field(name="handoff_s", default=0.0)
     """Recent median seconds from the previous stage's output to its arrival here; 0 while unmeasured."""
 
@@ -239,6 +241,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Draft tokens that became output."""
     defaults: SamplingDefaults = SamplingDefaults()
     """Sampling parameters for requests that omit them."""
+    build: str = ""
+    """Version and digest of the engine's code."""
     loading: list[LoadProgress] = []
     """Loading progress of each rank during the first start."""
     num_layers: int = 0
@@ -377,6 +381,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Endpoint that serves this directory to other ranks; empty if no rank needs it."""
     disk_trouble: str = ""
     """Reason why a configured disk store is not usable."""
+    build: str = ""
+    """Version and digest of the rank's code."""
 
 
 class Stepped(Struct, frozen=True, tag=True):

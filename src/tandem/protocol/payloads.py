@@ -41,6 +41,8 @@ class ApiPayload(Struct, frozen=True, kw_only=True):
     """Settings as `tandem.config.loading.to_json` writes them."""
     keys: dict[str, ClientLimits]
     """API keys and their limits, as the supervisor read them."""
+    succeeds: bool = False
+    """True for the successor of an api that serves: it accepts connections once it is ready."""
 
 
 class EnginePayload(Struct, frozen=True, kw_only=True):

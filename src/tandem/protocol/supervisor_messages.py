@@ -33,6 +33,13 @@ class DrainReplica(Struct, frozen=True, tag=True):
     replica: int
 
 
+class RollingRestart(Struct, frozen=True, tag=True):
+    """Replace the api and then the engines one at a time; answered by `Done` before it is over."""
+
+    settings: bytes
+    """Settings of the new processes, as `tandem.config.loading.to_json` writes them."""
+
+
 class LoadModel(Struct, frozen=True, tag=True):
     """Start the engines of a model; answered by `Done` before they have loaded. Only the api checks whether it fits beside
     loaded models."""
@@ -52,7 +59,7 @@ class NoteEvent(Struct, frozen=True, tag=True):
     event: Event
 
 
-SupervisorRequest = ListReplicas | AddReplica | DrainReplica | LoadModel | UnloadModel | NoteEvent
+SupervisorRequest = ListReplicas | AddReplica | DrainReplica | RollingRestart | LoadModel | UnloadModel | NoteEvent
 
 
 class ReplicaInfo(Struct, frozen=True):
@@ -109,6 +116,10 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """True once the server has reported ready, as its api has seen every engine."""
     events: list[Event] = []
     """Events after `events_after`, oldest first."""
+    rolling: bool = False
+    """True during a rolling restart: requests wait for a replica instead of being refused."""
+    build: str = ""
+    """Version and digest of the supervisor's code."""
     number: int = 0
     """Number of the answered `ListReplicas`: commands sent before it have taken effect."""
 

@@ -23,7 +23,7 @@ from tandem.env import engine_socket_path
 from tandem.errors import UnavailableError, UsageError
 from tandem.json_types import JsonObject
 from tandem.server.app import create_app
-from tandem.server.connections.acceptor import Acceptor, most_connections
+from tandem.server.connections.acceptor import YOUNG_S, Acceptor, most_connections
 from tandem.server.connections.connection import Connection
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
@@ -44,6 +44,7 @@ class ApiServer(uvicorn.Server):
     """uvicorn server that drains on the first signal and exits at once on the second.
 
     While draining it keeps listening, so that probes see it as not ready, refuses new requests and finishes running ones.
+    On SIGUSR1 it leaves new connections to its successor, and ends with the last of its own.
     """
 
     def __init__(self, config: uvicorn.Config, api: Api, drain_timeout: float) -> None:
@@ -56,6 +57,9 @@ class ApiServer(uvicorn.Server):
         self._slice_turn = asyncio.Lock()
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
+        self._retires = self._retired = False
+        self.succeeds = False
+        """Whether to accept connections only once ready, as the predecessor serves until then."""
         self.announces = True
         """Whether to log the address once ready; False where the supervisor does."""
         self._addresses: list[str] = []
@@ -63,13 +67,31 @@ class ApiServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start draining; on a second signal, exit at once."""
-        if self._drain_until is None:
+        if not self._api.draining:
             self._api.draining = True
             self._drain_until = time.monotonic() + self._drain_timeout
             running = len(self._api.live)
             logger.log(logging.INFO if running else logging.DEBUG, "signal %d: draining, %d requests are running", sig, running)
         else:
             self.should_exit = self.force_exit = True
+
+    def retire(self, sig: int, frame: FrameType | None) -> None:
+        """Leave new connections to the successor from the next tick on."""
+        self._retires = True
+
+    def _finish(self) -> None:
+        """Accept no more, ask clients to connect anew, and close idle connections. Without a journal streams are not cut."""
+        now, journal = time.monotonic(), self._api.settings.server.journal
+        if not self._retired:
+            self._retired = True
+            self.config.encoded_headers.append((b"connection", b"close"))
+            for acceptor in self._acceptors:
+                acceptor.stop()
+        if self._drain_until is None or (self._api.live and journal is None):
+            self._drain_until = now + self._drain_timeout
+        for acceptor in self._acceptors:
+            while acceptor.slots.make_room(before=now - YOUNG_S):
+                pass
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections on `sockets`. The address is logged later, once requests can be served."""
@@ -80,10 +102,16 @@ class ApiServer(uvicorn.Server):
         scheme = "http" if self._certificate is None else "https"
         for listener in sockets or ():
             acceptor = Acceptor(listener, self._connection, most=most, most_each=most_each, tls=self._tls)
-            acceptor.start()
             self._acceptors.append(acceptor)
             host, port = listener.getsockname()[:2]
             self._addresses.append(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
+        if not self.succeeds:
+            self._accept()
+
+    def _accept(self) -> None:
+        self.succeeds = False
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     def _announce(self) -> None:
         """Log each address once, in uvicorn's wording, which people and tools search logs for."""
@@ -106,6 +134,10 @@ class ApiServer(uvicorn.Server):
         """Do periodic work and return whether to exit; uvicorn calls this about every 0.1 s."""
         if self.announces and self._addresses and self._api.ready():
             self._announce()
+        if self.succeeds and self._api.ready():
+            self._accept()
+        if self._retires and not self._api.draining:
+            self._finish()
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()
             for client in self._clients():
@@ -115,8 +147,9 @@ class ApiServer(uvicorn.Server):
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() > self._drain_until
             if late:
+                self._api.draining = True  # what the journal holds is left for the next process
                 self._api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
-            self.should_exit = late or not self._api.live
+            self.should_exit = late or not (self._api.live or (self._retired and self.server_state.connections))
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -172,19 +205,22 @@ def run_api(
     *,
     fd: int | None = None,
     announce: bool = True,
+    succeeds: bool = False,
     keys: Mapping[str, ClientLimits] | None = None,
 ) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
-    `keys` as for `create_app`. `announce`: log the address once requests can be served. Returns after the drain.
+    `keys` as for `create_app`. `announce`: log the address once requests can be served. `succeeds`: accept
+    connections only then, as the predecessor serves until it gets SIGUSR1. Returns after the drain.
     Raises ConfigError if the address cannot be bound or the certificate is unusable.
     """
     listener = socket.socket(fileno=fd) if fd is not None else listen(settings.server.host, settings.server.port)
     app = create_app(settings, engines, keys)
     server = make_server(app, settings.process.drain_timeout)
-    server.announces = announce
+    server.announces, server.succeeds = announce, succeeds
     # uvicorn raises the signals that it caught once more when it is done; they have had their effect by then.
     before = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, server.retire)
     try:
         server.run(sockets=[listener])
     finally:

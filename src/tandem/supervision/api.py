@@ -13,9 +13,10 @@ from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UsageError
+from tandem.processes.child import ChildProcess
 from tandem.protocol.events import History
 from tandem.protocol.payloads import ApiPayload
-from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, SupervisedChild, backoff
+from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, HealthCheck, SupervisedChild, backoff
 
 log = logging.getLogger("tandem.cli")
 
@@ -34,19 +35,26 @@ class ApiProcess(SupervisedChild):
         """Store the collaborators; `start` starts a process. Events are recorded in `history`."""
         super().__init__()
         self._history = history or History()
-        self._settings = settings
+        self.settings = settings
         self._fd = listener.fileno()
         self._keys: dict[str, ClientLimits] | None = None
         """API keys of the last valid key file; None before the first read."""
         self._mistakes = 0
         """Consecutive exits with `EXIT_USAGE` since the API process last served."""
+        self.replacing = False
+        """True while a successor is about to take over."""
+        self._former: tuple[ChildProcess, Settings] | None = None
+        """Process that serves until its successor is ready, and its settings."""
+        self._former_until = 0.0
+        self._retired: list[ChildProcess] = []
+        """Processes that finish their last requests."""
 
     def start(self) -> None:
         """Start a process; after a failure `look` tries again later.
 
         Raises ConfigError when the API keys are invalid and no valid ones were read before.
         """
-        payload = ApiPayload(settings=msgspec.Raw(to_json(self._settings)), keys=self._read_keys())
+        payload = ApiPayload(settings=msgspec.Raw(to_json(self.settings)), keys=self._read_keys(), succeeds=self.replacing)
         seconds = backoff(self._mistakes) if self.served else 0.0
         if (
             missing := self.spawn("api", payload, str(self._fd), str(seconds), name="api", silent_s=SILENT_S, pass_fds=[self._fd])
@@ -57,7 +65,7 @@ class ApiProcess(SupervisedChild):
     def _read_keys(self) -> dict[str, ClientLimits]:
         """Return the configured API keys; if the key file is now invalid, return the last valid ones."""
         try:
-            self._keys = api_keys(self._settings)
+            self._keys = api_keys(self.settings)
         except UsageError as error:
             if self._keys is None:
                 raise
@@ -79,11 +87,64 @@ class ApiProcess(SupervisedChild):
         self.serves()
         return True
 
+    def replace(self, settings: Settings) -> None:
+        """Start a successor with `settings`. The process goes on serving until it is ready, and then finishes its requests.
+
+        Only one process can have a journal open: with one, the successor starts when the process has ended. Raises
+        UsageError.
+        """
+        if self.child is None or self.serving_since is None or self.replacing:
+            raise UsageError("the api is just being started; try again in a moment")
+        self._keys = api_keys(settings)
+        self._former = self.child, self.settings
+        self._former_until = time.monotonic() + settings.scheduler.start_timeout
+        self.settings, self.replacing = settings, True
+        self.last_words()  # closes its pipe
+        self.child = None
+        if settings.server.journal is not None:
+            self._retire()
+
+    def take_over(self) -> None:
+        """Let the predecessor finish, as the process is ready."""
+        self._retire()
+        self.replacing = False
+
+    def _retire(self) -> None:
+        if self._former is not None:
+            self._former[0].retire()
+            self._retired.append(self._former[0])
+            self._former = None
+
+    def _go_back(self) -> None:
+        """Serve with the predecessor again, as its successor does not start."""
+        assert self._former is not None
+        words = self.ended()
+        self._history.note(
+            "rolling_failed",
+            f"the new api did not start ({words}); the old one goes on",
+            level="error",
+            remedy="Mend what is named, and restart again.",
+        )
+        (self.child, self.settings), self._former, self.replacing = self._former, None, False
+        self.health_check, self.serving_since = HealthCheck(self.child, SILENT_S), time.monotonic()
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """Processes that run or have not been reaped, the current one first."""
+        former = [] if self._former is None else [self._former[0]]
+        return [*([] if self.child is None else [self.child]), *former, *self._retired]
+
     def look(self) -> int | None:
         """Start or replace the process if needed. Return an exit code when the server must end, else None."""
+        self._retired = [child for child in self._retired if not child.wait(0.0)]
         if self.child is None:
-            if time.monotonic() >= self.restart_at:
+            waits = self._retired and self.settings.server.journal is not None
+            if time.monotonic() >= self.restart_at and not waits:
                 self.start()
+        elif self._former is not None and self.child.poll() is not None:
+            self._go_back()
+        elif self._former is not None and time.monotonic() > self._former_until:
+            self.child.kill()
         elif (code := self.child.poll()) is not None:
             return self._over(code, self.child.describe_exit())
         elif (trouble := self.health_check.verdict()) is not None:
@@ -106,7 +167,7 @@ class ApiProcess(SupervisedChild):
                     remedy="Bring back what it names: the api starts then.",
                 )
             return None
-        if code == EXIT_USAGE or len(self.deaths) > self._settings.scheduler.max_restarts:
+        if code == EXIT_USAGE or len(self.deaths) > self.settings.scheduler.max_restarts:
             log.error("the api %s; giving up", how)
             return EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED
         log.error("the api %s; starting another", how)

@@ -23,7 +23,7 @@ from tandem.transport.socket_file import SocketFile
 log = logging.getLogger("tandem.cli")
 seldom = Seldom(log)
 
-MAX_FRAME = 64 * 1024
+MAX_FRAME = 2**20
 ANSWER_S = 5.0
 """Timeout in seconds of a request to the supervisor."""
 

@@ -159,6 +159,20 @@ class EnginePool:
                 return one.drain(index)
         raise UsageError(f"there is no replica {index}; there are: {', '.join(str(info.replica) for info in self.infos())}")
 
+    def roll(self, _: Settings) -> None:
+        """Begin to replace the replicas of all loaded models, with their settings; `roll_on` does it."""
+        for one in self._loaded:
+            one.roll(one.settings)
+
+    def roll_on(self) -> bool:
+        """Replace the next replica, one model after another. Return True when all are replaced."""
+        return all(one.roll_on() for one in self._loaded)
+
+    @property
+    def went_back(self) -> bool:
+        """True if the last rolling restart ended early for a model."""
+        return any(one.went_back for one in self._loaded)
+
     def infos(self) -> list[ReplicaInfo]:
         """Return the replicas of all loaded models."""
         return [info for engines in self._loaded for info in engines.infos()]

@@ -12,6 +12,7 @@ import zmq
 
 from tandem.config.settings import Role, Settings
 from tandem.errors import TransportError, UsageError
+from tandem.launchers.host_addresses import role_of
 from tandem.launchers.registry import on_several_machines
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
@@ -30,6 +31,8 @@ GRACE_S = 10.0
 """Seconds after `drain_timeout` in which a draining engine must exit before it is killed."""
 HUNG_S = 20.0
 """Seconds without progress of its main loop after which an engine is replaced."""
+HURRY_S = 2.0
+"""Seconds that the only replica gets in a rolling restart, until its requests wait for its successor."""
 ASK_S = 1.0
 REMEDY = "If this was the only time, nothing is needed; else see the server's log."
 
@@ -49,13 +52,18 @@ class EngineSet:
         `model` is the model's name in a pool, else empty. `numbers` yields replica numbers, shared by all models of a pool.
         Events are recorded in `history`.
         """
-        self._settings = settings
+        self.settings = settings
         self._history = history or History()
         self._model = model
         self._numbers = numbers or itertools.count()
         self._several = settings.parallel.data_parallel_size > 1
         self._replicas: dict[int, ReplicaProcess] = {}
         self._next = 0
+        self._to_replace: list[ReplicaProcess] = []
+        self._replaced: ReplicaProcess | None = None
+        """Replica that a rolling restart replaces now: the old one while it drains, then its successor."""
+        self.went_back = False
+        """True if the last rolling restart ended early, as a successor did not start."""
         self.last_words = ""
         """Exit reason of the engine that ended last."""
         self._probes: dict[int, StatusProbe] = {}
@@ -70,7 +78,7 @@ class EngineSet:
 
     def start(self) -> None:
         """Start the configured replicas."""
-        parallel = self._settings.parallel
+        parallel = self.settings.parallel
         for place in range(parallel.data_parallel_size):
             self._add(parallel.roles[place] if parallel.roles else "both")
 
@@ -82,7 +90,7 @@ class EngineSet:
         Raises UsageError when no machine is left, or for a role without `--kv-disk`, over which sequences migrate between
         roles.
         """
-        if role != "both" and self._settings.scheduler.kv_disk is None:
+        if role != "both" and self.settings.scheduler.kv_disk is None:
             raise UsageError(
                 f"--role {role}: prompts go from replica to replica over --kv-disk DIR, with which this server was not started",
                 param="role",
@@ -109,17 +117,53 @@ class EngineSet:
 
     def drain_all(self) -> None:
         """Start draining all replicas."""
+        self._to_replace, self._replaced = [], None
         for replica in list(self._replicas.values()):
             if not replica.draining:
                 self._drain(replica)
 
     def _drain(self, replica: ReplicaProcess) -> None:
         replica.draining = True
-        replica.drain_until = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
+        replica.drain_until = time.monotonic() + self.settings.process.drain_timeout + GRACE_S
         if replica.child is None:
             self._remove(replica)
         else:
             replica.child.terminate()  # SIGTERM makes the engine refuse new requests, finish the others and exit
+
+    def roll(self, settings: Settings) -> None:
+        """Begin to replace all replicas, one at a time, by processes with `settings`; `roll_on` does it."""
+        self._former_settings, self.settings = self.settings, settings
+        self._to_replace, self._replaced, self.went_back = list(self._replicas.values()), None, False
+        self._several = True  # a successor that fails does not end the server
+
+    def roll_on(self) -> bool:
+        """Drain the next replica once the last successor serves. Return True when all are replaced."""
+        last = self._replaced
+        if last is not None and last.index in self._replicas and (last.draining or last.serving_since is None):
+            return False
+        left = [one for one in self._to_replace if one.index in self._replicas and not one.draining]
+        self._to_replace, self._replaced = left[1:], next(iter(left), None)
+        if self._replaced is None:
+            return True
+        self._note(self._replaced.index, "rolling_replica", "the replica is replaced by a new process")
+        if all(one.draining or one.given_up for one in self._replicas.values() if one is not self._replaced):
+            self._replaced.hurry_at = time.monotonic() + HURRY_S
+        self._drain(self._replaced)
+        return False
+
+    def _go_back(self, replica: ReplicaProcess) -> None:
+        """End the rolling restart, as a successor did not start; it is tried again with the settings that served before."""
+        self._to_replace, self._replaced, self.went_back = [], None, True
+        self.settings = self._former_settings
+        role = role_of(replica.settings.parallel)
+        replica.settings, replica.served = replica_settings(self.settings, replica.place, replica.index, role), True
+        self._note(
+            replica.index,
+            "rolling_failed",
+            f"the new process did not start ({self.last_words}); replicas that were not replaced go on",
+            level="error",
+            remedy="Mend what is named, and restart again.",
+        )
 
     def infos(self) -> list[ReplicaInfo]:
         """Return all replicas as the control socket lists them."""
@@ -133,9 +177,12 @@ class EngineSet:
             code = None
             if replica.child is None:
                 if time.monotonic() >= replica.restart_at:
-                    replica.launch(gpus_of(self._settings, replica.place))
+                    replica.launch(gpus_of(self.settings, replica.place))
             elif (ended := replica.child.poll()) is not None:
                 code = self._ended(replica, replica.child, ended)
+            elif time.monotonic() > replica.hurry_at:
+                replica.hurry_at = math.inf
+                replica.child.terminate()  # on its second signal it ends at once
             elif time.monotonic() > replica.drain_until:
                 log.warning("Killing the %s, which did not end in time; its requests are lost", replica.child.name)
                 replica.drain_until = math.inf
@@ -195,6 +242,8 @@ class EngineSet:
             self._note(replica.index, "replica_ended", "the replica has ended, as it was told to")
             self._remove(replica)
             return None
+        if replica is self._replaced and not replica.served:
+            self._go_back(replica)
         if code == EXIT_USAGE and not replica.served:
             if not self.announced:
                 return code
@@ -204,7 +253,7 @@ class EngineSet:
             return None
         if code == EXIT_FAILED and not self._several:
             return EXIT_FAILED
-        if replica.died(self.last_words, most=self._settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
+        if replica.died(self.last_words, most=self.settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
             log.error("Replica %d failed too often: restarting it at growing intervals", replica.index)
             self._note(
                 replica.index,
@@ -245,24 +294,28 @@ class EngineSet:
 
     # --- processes ---
 
-    def _add(self, role: Role) -> int:
-        index, self._next = self._next, self._next + 1
+    def _add(self, role: Role, index: int | None = None) -> int:
+        """Start a replica, at the place `index` of another or at a new one. Return its number."""
+        if index is None:
+            index, self._next = self._next, self._next + 1
         number = next(self._numbers)
         replica = ReplicaProcess(
             number,
-            replica_settings(self._settings, index, number, role),
+            replica_settings(self.settings, index, number, role),
             index,
             self._model,
             named=self._several or bool(self._model),
             lending=self._lending,
         )
         self._replicas[number] = replica
-        replica.launch(gpus_of(self._settings, replica.place))
+        replica.launch(gpus_of(self.settings, replica.place))
         return number
 
     def _remove(self, replica: ReplicaProcess) -> None:
         del self._replicas[replica.index]
         self._drop_probe(replica)
+        if replica is self._replaced:
+            self._replaced = self._replicas[self._add(role_of(replica.settings.parallel), replica.place)]
 
     def _drop_probe(self, replica: ReplicaProcess) -> None:
         if (probe := self._probes.pop(replica.index, None)) is not None:

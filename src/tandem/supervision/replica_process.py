@@ -58,6 +58,8 @@ class ReplicaProcess(SupervisedChild):
     """Addresses at which its ranks serve remote KV, as of the last status."""
     draining: bool = False
     drain_until: float = math.inf
+    hurry_at: float = math.inf
+    """Monotonic time at which a draining process drops its requests, which go on at its successor."""
     restarts: int = 0
     given_up: int = 0
     """Consecutive failures beyond `max_restarts`; 0 while it is not failed."""

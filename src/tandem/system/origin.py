@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import functools
+import functools
 import hashlib
 import json
 import shlex
@@ -16,10 +18,20 @@ from tandem.json_types import JsonObject
 from tandem.version import __version__
 
 PACKAGE = "mlx-tandem"
+MEND = "`tandem hosts sync --hostfile FILE` installs the code of this machine there"
 _KEPT = ("METADATA", "entry_points.txt")
 _WHEEL = "Wheel-Version: 1.0\nGenerator: tandem\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """Date of all files in a wheel, so that equal files give an identical wheel."""
+
+
+@functools.cache
+def build() -> str:
+    """Return the version with a digest of the code that was installed at the first call, such as `0.1.0+3f9a02c1`."""
+    root, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=4)
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return f"{__version__}+{digest.hexdigest()}"
 
 
 def install_command(python: str, agent: str) -> str:
@@ -52,14 +64,6 @@ def _direct_url() -> JsonObject:
         return {}
     content = json.loads(text or "{}")
     return content if isinstance(content, dict) else {}
-
-
-def sources_digest() -> str:
-    """Return a digest of Tandem's Python files here, which tells commits of one version apart."""
-    hasher, root = hashlib.sha256(), Path(__file__).parents[1]
-    for file in sorted(root.rglob("*.py")):
-        hasher.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
-    return hasher.hexdigest()
 
 
 def write_wheel(directory: Path) -> Path:

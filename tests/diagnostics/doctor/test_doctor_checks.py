@@ -213,14 +213,14 @@ def test_versions(package, version, remedy):
 
 
 def test_commits_of_one_version_are_told_apart():
-    [found] = bad(with_b(pair(), sources="77ab"))
+    [found] = bad(with_b(pair(), build="77ab"))
     assert (found.check, found.verdict, found.where) == ("versions", "warn", "b")
     assert "another commit" in found.detail and found.remedy == "tandem hosts sync --hostfile FILE"
-    assert bad(with_b(pair(), sources="")) == []  # a probe of an earlier version
+    assert bad(with_b(pair(), build="")) == []  # a probe of an earlier version
 
 
 def test_repairs_on_the_machine_of_an_agent_are_commands_for_its_own_terminal():
-    evidence = with_b(pair(), sources="77ab", model=ModelFacts(None), outputs={**mac(2).outputs, "power": " lowpowermode  1\n"})
+    evidence = with_b(pair(), build="77ab", model=ModelFacts(None), outputs={**mac(2).outputs, "power": " lowpowermode  1\n"})
     evidence.facts["agent:b"] = evidence.facts.pop("b")
     evidence.links = {("a", "agent:b"): Transferred(None, 2e-5, 3e9)}
     evidence.hosts[1] = Host("agent:b", "10.254.0.2", ("rdma_en2", None))

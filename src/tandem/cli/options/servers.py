@@ -174,7 +174,13 @@ def add_down(down: Parser) -> None:
 
 def add_restart(restart: Parser) -> None:
     """Add the options of `tandem restart`."""
-    restart.add_argument("--now", action="store_true", help="drop requests that are under way.")
+    how = restart.add_mutually_exclusive_group()
+    how.add_argument("--now", action="store_true", help="drop requests that are under way.")
+    how.add_argument(
+        "--rolling",
+        action="store_true",
+        help="replace the api, then the replicas one at a time, while the server goes on: no request is lost.",
+    )
     restart.add_argument("--no-wait", action="store_true", help="do not wait until it is ready.")
     _add_name(restart)
 

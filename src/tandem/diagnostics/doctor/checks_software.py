@@ -33,7 +33,7 @@ def versions(evidence: Evidence, findings: Findings) -> str:
     ours = evidence.facts.get(evidence.here)
     for name, facts in evidence.facts.items():
         same = ours is not None and facts.versions.get("tandem") == ours.versions.get("tandem")
-        if ours and same and ours.sources and facts.sources not in ("", ours.sources):
+        if ours and same and ours.build and facts.build not in ("", ours.build):
             problem = f"tandem has the same version as on {evidence.here}, but other code: another commit, or changes of its own"
             findings.warn(name, problem, same_tandem(name, facts.executable))
         if facts.outputs.get("translated", "").strip() == "1":

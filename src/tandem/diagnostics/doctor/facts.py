@@ -18,7 +18,7 @@ from tandem.errors import UsageError
 from tandem.launchers.host_facts import chip, installed
 from tandem.launchers.process_groups import visible_gpus
 from tandem.processes.device import this_device
-from tandem.system.origin import sources_digest
+from tandem.system.origin import build
 from tandem.system.ports import is_shadowed
 from tandem.system.tools import output_of
 
@@ -70,7 +70,7 @@ def gather(request: GatherFacts) -> Facts:
         system=system,
         executable=sys.executable,
         program=os.path.realpath(sys.executable),
-        sources=sources_digest(),
+        build=build(),
         root=os.geteuid() == 0,
         chip=chip() or platform.machine(),
         memory_bytes=memory,

@@ -107,7 +107,7 @@ class Facts(Struct, frozen=True, tag=True):
     """Platform tag of the installed wheel of mlx-metal, such as `macosx_26_0_arm64`; empty if there is none."""
     program: str = ""
     """Path of the interpreter's own file, without links."""
-    sources: str = ""
+    build: str = ""
     """Digest of Tandem's Python files."""
 
 

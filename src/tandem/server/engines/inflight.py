@@ -260,6 +260,8 @@ class Dispatcher:
         """Function that sends an event to the supervisor; None without one."""
         self.closing = False
         """True during shutdown: lost requests are not sent again."""
+        self.rolling = False
+        """True during a rolling restart: new requests wait for a replica instead of being refused."""
         self._over = ""
         """Why no engine will start again; empty if one may."""
         self.registry = CollectorRegistry()
@@ -298,8 +300,9 @@ class Dispatcher:
         """Start a group of requests, at `replicas[i]` each if given.
 
         The caller must `abort` each unfinished one. `accepted`: the group belongs to an HTTP request accepted before, so
-        full replicas make it wait. Raises UnavailableError, and then none of them runs.
+        full replicas make it wait, as in a rolling restart. Raises UnavailableError, and then none of them runs.
         """
+        accepted = accepted or self.rolling
         for request, only in zip(requests, replicas or repeat(None), strict=False):
             inflight = InflightRequest(request, answers, self, only)
             self._inflights[inflight.request_id] = inflight

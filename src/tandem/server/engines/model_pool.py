@@ -124,7 +124,9 @@ class ModelPool:
             place.info, place.told = info, False
             place.needs, place.keep, place.unload_after = info.needs, info.keep, info.unload_after
         for place, info in listed:
-            await place.served.client.update([replica for replica in latest.replicas if replica.model == info.model])
+            await place.served.client.update(
+                [replica for replica in latest.replicas if replica.model == info.model], rolling=latest.rolling
+            )
         self.alive = True
         self._changed.set()
 

@@ -134,7 +134,7 @@ class Replicas:
         for index, endpoint in self._endpoints.items():
             await self._join(index, endpoint)
         if self._link is not None:
-            await self._link.start(lambda latest: self.update(latest.replicas, latest.over), self.reached)
+            await self._link.start(lambda latest: self.update(latest.replicas, latest.over, latest.rolling), self.reached)
 
     async def close(self) -> None:
         """Disconnect from all engines. All running requests fail."""
@@ -144,11 +144,13 @@ class Replicas:
         for member in self._members.values():
             await member.client.close()
 
-    async def update(self, replicas: Sequence[ReplicaInfo], over: str = "") -> None:
+    async def update(self, replicas: Sequence[ReplicaInfo], over: str = "", rolling: bool = False) -> None:
         """Connect to new replicas, and remove those not in `replicas`.
 
-        `over`: if not empty, why no engine will start again; waiting requests then fail at once.
+        `over`: if not empty, why no engine will start again; waiting requests then fail at once. `rolling`: new
+        requests wait while no replica takes them.
         """
+        self.requests.rolling = rolling
         named = {info.replica: info for info in replicas}
         for index in [index for index in self._members if index not in named]:
             await self._leave(index)
@@ -211,8 +213,9 @@ class Replicas:
             self._unloaded.discard(name)
 
     def _merge(self) -> None:
-        self._taking = why_none(self._members.values()) is None
-        if parts := self.parts():
+        taking = why_none(self._members.values()) is None
+        self._taking = taking or self.requests.rolling
+        if (parts := self.parts()) and (taking or not self.requests.rolling):  # else requests wait, by the last status
             self.status = merged_status(parts)
 
     async def _leave(self, index: int) -> None:
