@@ -374,6 +374,8 @@ def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, ca
     monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
     main(["status", "--interval", "0"])
     assert "port 8000" in capsys.readouterr().out
+
+
 def test_code_that_differs_between_supervisor_replicas_and_machines_is_said(monkeypatch, capsys):
     rank = RankInfo(
         rank=1, stage=0, layers=(0, 4), pid=1, host="mac-b", weight_bytes=9, peak_bytes=2, step_s=0.1, build="0.1.0+b"

@@ -25,9 +25,7 @@ def require_mlx_vlm(what: str) -> None:
     version = _version("mlx-vlm") or ()
     if missing or not MLX_VLM[0] <= version < MLX_VLM[1]:
         found = f"{' and '.join(missing)} not installed" if missing else f"mlx-vlm {'.'.join(map(str, version))} is"
-        raise UnsupportedModel(
-            f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)"
-        )
+        raise UnsupportedModel(f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)")
 
 
 def _version(package: str) -> tuple[int, ...] | None:

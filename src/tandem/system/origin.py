@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import functools
 import hashlib
 import json
 import shlex

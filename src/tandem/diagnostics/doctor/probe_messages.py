@@ -108,7 +108,7 @@ class Facts(Struct, frozen=True, tag=True):
     program: str = ""
     """Path of the interpreter's own file, without links."""
     build: str = ""
-    """Digest of Tandem's Python files."""
+    """Version of Tandem with a digest of its code."""
 
 
 class Time(Struct, frozen=True, tag=True):
