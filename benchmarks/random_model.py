@@ -34,6 +34,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "vocab_size": 32000,
     },
+    "llama-10m": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "intermediate_size": 768,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 8192,
+    },
     "tiny": {
         "model_type": "llama",
         "hidden_size": 64,
@@ -47,6 +57,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 BYTES_AND_PAIRS = 512
 """Vocabulary entries that the test tokenizer makes sense of; the others are made up."""
+JUDGMENTS = ("yes", "no")
+"""First two of the others: the answers of rerankers."""
 
 
 def main() -> None:
@@ -91,7 +103,10 @@ def _tokenizer(directory: Path, config: dict[str, Any]) -> None:
     write_tokenizer(directory, BYTES_AND_PAIRS)
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    tokenizer["model"]["vocab"] |= {f"Ġw{i}": i for i in range(BYTES_AND_PAIRS, config["vocab_size"])}
+    made_up = range(BYTES_AND_PAIRS + len(JUDGMENTS), config["vocab_size"])
+    tokenizer["model"]["vocab"] |= {f"Ġw{i}": i for i in made_up}
+    plain = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"] += [{"id": BYTES_AND_PAIRS + i, "content": word, **plain} for i, word in enumerate(JUDGMENTS)]
     path.write_text(json.dumps(tokenizer))
     path = directory / "tokenizer_config.json"
     settings = {**json.loads(path.read_text()), "model_max_length": config["max_position_embeddings"]}
