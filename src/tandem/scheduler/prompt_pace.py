@@ -14,8 +14,6 @@ from tandem.scheduler.sequence import Sequence
 
 STEPS = 10.0
 """Default time limit of a chunk, in decode steps."""
-EMBEDS = 1.0
-"""Maximum time of a chunk of embedding prompts alone, in decode steps: shorter pauses than `STEPS` at the same share."""
 LEAST = 32
 """Minimum chunk size in tokens: a pass reads all weights however few tokens it has."""
 SLACK = 1.25
@@ -51,12 +49,9 @@ class PromptPace:
     def chunk(self, most: int, beside: Iterable[Sequence], plans: int = 1) -> int:
         """Return the prompt tokens allowed in the next step, given the running sequences `beside`. `most` if costs are
         unknown or none of them decodes. `plans`: steps with prompts that a sequence waits for between two tokens."""
-        limit_s, token_s, beside = self.limit_s, self.token_s, list(beside)
+        limit_s, token_s = self.limit_s, self.token_s
         if limit_s is None or token_s is None or not _streams(beside):
             return most
-        prompts = [one.request for one in beside if not one.decoding]
-        if self._decode_s and prompts and all(request.pooling for request in prompts):
-            limit_s = min(limit_s, EMBEDS * self._decode_s)
         limit_s /= plans
         while token_s * self._halved(most) > limit_s * SLACK and self._halved(most) > LEAST:
             self._halvings += 1
