@@ -227,11 +227,13 @@ def tandem_server(
     beside: Sequence[Sequence[str]] = (),
     **flags: object,
 ) -> Server:
-    """`tandem serve`; `flags` are its options with underscores. `log`: a file for what it prints, which is kept.
-    `beside`: other commands that run as long as it does, and end after it."""
+    """`tandem serve`; `flags` are its options with underscores, True for those without a value. `log`: a file for what it
+    prints, which is kept. `beside`: other commands that run as long as it does, and end after it."""
     port = free_port()
     chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING", **flags}
-    options = [text for key, value in chosen.items() for text in ("--" + key.replace("_", "-"), str(value))]
+    options = []
+    for key, value in chosen.items():
+        options += ["--" + key.replace("_", "-"), *(() if value is True else (str(value),))]
     command = [sys.executable, "-P", "-m", "tandem.cli.main", "serve", *options]
     return Server(
         name,

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness import table
+from soak_adapters import adapters
 from soak_bad_clients import KINDS
 from soak_budgets import budgets, thinking_model
 from soak_measure import flat, good_client
@@ -216,6 +217,12 @@ def main() -> int:
         help="in place of a storm: N answers with thinking budgets over all layouts, with kills: none thinks for longer, and "
         "all are as undisturbed",
     )
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        metavar="N",
+        help="in place of a storm: N answers of ten adapters over all layouts, with kills, loads and unloads: all as undisturbed",
+    )
     parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="of --flat and --good-client (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
@@ -230,6 +237,10 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if args.budgets:
             return 0 if budgets(thinking_model(Path(directory)), args.budgets, args.seed, args.device, folder) else 1
+        if args.adapters:
+            from adapters import tiny_adapter
+
+            return 0 if adapters(Path(directory), tiny_adapter, args.adapters, args.seed, args.device, folder) else 1
         return 0 if storm(args, offered, folder) else 1
 
 

@@ -13,8 +13,9 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from harness import Server, table, tandem_server
@@ -183,15 +184,42 @@ def _storm(server: Server, count: int, rng: random.Random, roles: tuple[str, ...
     for (request, _, _), got in zip(work, expected, strict=True):
         if got.kind != "answered":
             raise RuntimeError(f"before the first kill: {request.name} {got.kind}: {got.detail}")
-    numbers, lock, processes = iter(range(count)), threading.Lock(), Processes(server)
+
+    def judge(number: int, got: Outcome) -> None:
+        request, budget, said = work[number % len(work)]
+        found.answers += 1
+        _judge(request, budget, said, tokens[said], got, expected[number % len(work)], found)
+
+    storm(server, [request for request, _, _ in work], count, judge, found, rng, roles)
+    return found
+
+
+class Counted(Protocol):
+    """Counts of a storm."""
+
+    kills: collections.Counter[str]
+    retried: int
+    answers: int
+
+
+def storm(
+    server: Server,
+    work: Sequence[Request],
+    count: int,
+    judge: Callable[[int, Outcome], None],
+    found: Counted,
+    rng: random.Random,
+    roles: tuple[str, ...],
+) -> None:
+    """Ask for `count` answers with `CLIENTS` clients, the requests of `work` in turn, while processes of `roles` are killed.
+    `judge` gets the number and the outcome of each, one at a time, and counts it."""
+    url, numbers, lock, processes = f"http://127.0.0.1:{server.port}", iter(range(count)), threading.Lock(), Processes(server)
 
     def run() -> None:
         while (number := next_number()) is not None:
-            request, budget, said = work[number % len(work)]
-            got = _answer(url, request, found)
+            got = _answer(url, work[number % len(work)], found)
             with lock:
-                found.answers += 1
-                _judge(request, budget, said, tokens[said], got, expected[number % len(work)], found)
+                judge(number, got)
 
     def next_number() -> int | None:
         with lock:
@@ -207,7 +235,6 @@ def _storm(server: Server, count: int, rng: random.Random, roles: tuple[str, ...
             found.kills[processes.hurt(rng, role, "SIGKILL")] += 1
     for thread in threads:
         thread.join()
-    return found
 
 
 def _tokens(url: str, text: str) -> int:
@@ -215,7 +242,7 @@ def _tokens(url: str, text: str) -> int:
     return len(httpx.post(f"{url}/tokenize", json=body, timeout=60).json()["tokens"]) if text else 0
 
 
-def _answer(url: str, request: Request, found: Found) -> Outcome:
+def _answer(url: str, request: Request, found: Counted) -> Outcome:
     """Ask until there is an answer; refusals are counted."""
     deadline = time.monotonic() + 4 * EXCUSE_S
     while (got := ask(url, request)).kind == "refused" and time.monotonic() < deadline:
