@@ -24,7 +24,8 @@ from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.protocol.pictures import EncodePicture, hashed
+from tandem.protocol.control import EngineMessage
+from tandem.protocol.pictures import EncodePicture, PictureEncoded, hashed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp
 from tandem.runner.pictures import Encoder, PictureFeatures
@@ -177,6 +178,14 @@ def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypa
             monkeypatch.setattr("tandem.engine.pictures.LIVE_BYTES", most)
             with pytest.raises(refusal):
                 ask(llm, lambda engine: engine._pictures.check(good, [Sequence(good, 1)]))
-        assert len(answers(llm, good)["good"]) == PARAMS.max_tokens
+        refusals: list[list[EngineMessage]] = []
+
+        def fail(_: Event) -> None:  # when it is encoded again for another request, and this one needs it no more
+            pictures, key = llm.engine._pictures, good.pictures[0].key
+            pictures._held.clear()
+            pictures.encoding = EncodePicture(key, [], b"")
+            refusals.append(pictures.take(PictureEncoded(0, key, "no memory"), llm.engine.scheduler))
+
+        assert len(answers(llm, good, seen=fail)["good"]) == PARAMS.max_tokens and not any(refusals)
     with LLM(str(tiny_model(tmp_path / "b"))) as llm, pytest.raises(RequestError, match="takes no pictures: it is a text model"):
         answers(llm, good)

@@ -10,7 +10,7 @@ import pytest
 from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnsupportedModel
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 
@@ -131,3 +131,9 @@ def test_a_draft_model_that_knows_nothing_is_given_up(tmp_path: Path) -> None:
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another tokenizer"):
         LLM(str(tiny_model(tmp_path / "a")), draft_model=str(tiny_model(tmp_path / "b", vocab=400)))
+
+
+def test_a_draft_model_that_is_not_computed_in_batches_is_refused(tmp_path: Path) -> None:
+    directory = str(tiny_model(tmp_path, "gemma3n", layers=4))
+    with pytest.raises(UnsupportedModel, match="the draft model decodes its sequences one by one, as layers that share keys"):
+        LLM(directory, draft_model=directory)

@@ -116,7 +116,7 @@ class PictureManager:
             return []
         order, error = self.encoding, next(filter(None, self._answers.values()), "")
         self.encoding = None
-        users = [one for one in scheduler.sequences.values() if order.key in _keys([one])]
+        users = [one for one in scheduler.waiting if one.awaits_pictures and order.key in _keys([one])]
         for sequence in users:
             sequence.encoding = False
         if not error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from tandem.comm.group import dispatch
-from tandem.errors import BatchDesync
+from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
@@ -114,7 +114,14 @@ class Drafter:
         self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int, target: StageModel | None = None
     ) -> None:
         """Store the model. `stage`: the whole draft model, or a draft head; `vocab_size`: the target model's; `drafts`: maximum
-        drafts requested; `target`: last stage of the model that a head reads the states of."""
+        drafts requested; `target`: last stage of the model that a head reads the states of.
+
+        Raises UnsupportedModel for a draft model whose sequences cannot be computed together.
+        """
+        if stage.one_by_one:
+            raise UnsupportedModel(
+                f"the draft model decodes its sequences one by one, as {stage.one_by_one}: name another one", param="draft_model"
+            )
         self.stage = stage
         """Whole draft model, as one stage."""
         self._head = stage if isinstance(stage, MTPHead) else None
