@@ -10,7 +10,6 @@ import argparse
 import collections
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ import httpx
 from harness import table
 
 from tandem.env import child_environment
+from tandem.processes.interpreter import module_command
 from tandem.testing import tiny_model
 
 PROMPTS = 16
@@ -69,9 +69,9 @@ def main() -> int:
         environment = child_environment({"TANDEM_STATE_DIR": f"{directory}/state"})
 
         def tandem(*words: str) -> str:
-            done = subprocess.run([sys.executable, "-m", "tandem", *words], env=environment, text=True, stdout=subprocess.PIPE)
+            done = subprocess.run(module_command("tandem", *words), env=environment, text=True, stdout=subprocess.PIPE)
             if done.returncode:
-                log = subprocess.run([sys.executable, "-m", "tandem", "logs"], env=environment, text=True, stdout=subprocess.PIPE)
+                log = subprocess.run(module_command("tandem", "logs"), env=environment, text=True, stdout=subprocess.PIPE)
                 raise SystemExit(f"tandem {words[0]}: exit code {done.returncode}\n{done.stdout}{log.stdout}")
             return done.stdout
 

@@ -177,7 +177,7 @@ MISTAKES = [
     ("hosts forget nobody", "nobody is not paired"),
     ("hosts find --timeout 0", "--timeout 0"),
     ("hosts pair 'a b'", "is not NAME, IP or IP:PORT"),
-    ("hosts write - agent:x", "not paired"),
+    ("hosts write - agent:x", "no agent x answered"),
     ("hosts write -", "no hosts are named"),
     ("hosts write - 127.0.0.1 127.0.0.1", "named twice"),
     ("hosts write - 127.0.0.1 --over ethernet", "is for Macs"),

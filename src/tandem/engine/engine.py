@@ -148,7 +148,8 @@ class Engine:
                 param="model",
                 code="model_cannot_generate",
             )
-        self._pictures.check(request, self._scheduler.sequences.values())
+        if request.pictures:
+            self._pictures.check(request, self._scheduler.sequences.values())
         adapter = self.rank_group.adapters.get(request.adapter)
         if request.adapter and adapter is None:
             raise UnavailableError(f"The lora adapter '{request.adapter}' is not loaded.", code="adapter_not_loaded")
@@ -280,7 +281,8 @@ class Engine:
     def _send_plans(self) -> None:
         now = time.monotonic()
         self._send_disk_orders(now)
-        self._pictures.look(self.scheduler)
+        if waiting := [sequence for sequence in self.scheduler.waiting if sequence.request.pictures]:
+            self._pictures.look(waiting, self.scheduler)
         self._migrate(now)
         self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:

@@ -25,8 +25,9 @@ from tandem.loading.adapters import Adapters
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache
+from tandem.loading.seams import Placeholder
 from tandem.loading.shard_modules import at, put
-from tandem.loading.stage_caches import GroupedMask, NotedLayer, OtherStageCache, Placeholder, cache_kind
+from tandem.loading.stage_caches import GroupedMask, NotedLayer, OtherStageCache, cache_kind
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
 from tandem.loading.weights import one_line
 from tandem.models.families.table import Family

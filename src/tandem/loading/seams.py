@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import base
 
 from tandem.loading import quantized_kv
@@ -159,3 +160,19 @@ def _sliced(theirs: Callable[..., list[mx.array]]) -> Callable[..., list[mx.arra
         return [a[(*before, slice(start, stop))] for start, stop in pairwise((0, *ends, length))]
 
     return split
+
+
+class Placeholder:
+    """Replacement for a layer in the model's list. Attributes and class are the layer's, since models check them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    # isinstance falls back to this after the real type.
+    __class__ = property(lambda self: type(self._layer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layer

@@ -14,22 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from tandem.loading.adapters import Adapters
 from tandem.loading.quantized_kv import Cache
-
-
-class Placeholder:
-    """Replacement for a layer in the model's list. Attributes and class are the layer's, since models check them."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    # isinstance falls back to this after the real type.
-    __class__ = property(lambda self: type(self._layer))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._layer
+from tandem.loading.seams import Placeholder
 
 
 class NotedLayer(Placeholder):

@@ -45,11 +45,11 @@ class PromptRows:
         window = min((one.max_size for one in kinds if type(one) is RotatingKVCache), default=sys.maxsize)
         return cls(pooled=True, positions=window, padded=all(type(one) in _BY_POSITION for one in kinds))
 
-    def width(self, ops: Sequence[PrefillOp], *, pads: bool) -> int:
-        """Return the positions of a pass over `ops`: the longest chunk, padded to `padded_width` with `pads` if that can be cut
-        off again."""
+    def width(self, ops: Sequence[PrefillOp]) -> int:
+        """Return the positions of a padded pass over `ops`: the longest chunk, padded to `padded_width` if that can be cut off
+        again."""
         longest = max(op.count for op in ops)
-        wider = padded_width(longest) if pads and self.padded else longest
+        wider = padded_width(longest) if self.padded else longest
         return wider if ops[0].start + wider <= self.positions else longest
 
     def passes(self, prefill: Sequence[PrefillOp], adapters: Mapping[str, int], *, pads: bool = False) -> list[list[PrefillOp]]:

@@ -293,7 +293,8 @@ class Runner:
 
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
-        chunks, width = [micro_batch.chunk(op) for op in ops], self._prompt_rows.width(ops, pads=pending.plan.pads)
+        chunks = [micro_batch.chunk(op) for op in ops]
+        width = self._prompt_rows.width(ops) if pending.plan.pads else max(op.count for op in ops)
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk, _ in chunks], dtype=mx.int32)

@@ -43,7 +43,7 @@ class TextBlock(Marked):
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class Source(Tagged):
+class PictureSource(Tagged):
     """Source of a picture."""
 
     noun = "source"
@@ -71,7 +71,7 @@ class ResultBlock(Marked, Tagged):
     type: Literal["text", "image"]
     text: str | None = None
     citations: None = None
-    source: Source | None = None
+    source: PictureSource | None = None
 
 
 class Block(Marked, Tagged):
@@ -96,7 +96,7 @@ class Block(Marked, Tagged):
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     citations: None = None
-    source: Source | None = None
+    source: PictureSource | None = None
     id: str | None = None
     name: str | None = None
     input: JsonObject | None = None
