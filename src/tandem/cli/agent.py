@@ -64,8 +64,8 @@ def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
     if pair or not paired:
         code = agent.pairing.open()
         say(
-            f"code {code[:3]} {code[3:]}: on the head run `tandem hosts pair {agent.name}` (good for "
-            f"{LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts)"
+            f"code {code[:3]} {code[3:]}: type it where the other machine asks (`tandem hosts pair {agent.name}`, or "
+            f"`tandem hosts write`); good for {LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts"
         )
 
 

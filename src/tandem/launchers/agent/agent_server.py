@@ -183,7 +183,8 @@ class Agent:
                 self._commands.close()
                 raise
         except TransportError as error:
-            raise UsageError(f"{error.message}; choose another --port", param="port") from error
+            remedy = "if an agent runs here already, end it first (Ctrl-C), else choose another --port"
+            raise UsageError(f"{error.message}; {remedy}", param="port") from error
         self.port, self.pair_port = self._commands.port, self._pairs.port
 
     def admits(self, key: str) -> bool:

@@ -98,7 +98,8 @@ class AgentSide:
         """Return the reply to `peer`, a connection's identity, and the head to trust once a run succeeds, else None."""
         if not self.is_open:
             self._code = None
-            return PairRefused("this machine shows no code; run `tandem agent --pair` there"), None
+            why = "this machine shows no code, or its time is over: end the agent there (Ctrl-C), and run `tandem agent --pair`"
+            return PairRefused(why), None
         if isinstance(request, PairHello):
             while len(self._heads) >= MOST_RUNS:
                 oldest = next(iter(self._heads))
