@@ -138,3 +138,15 @@ def test_unreadable_messages_are_survived(engine, caplog):
     engine.garbage = True
     asyncio.run(run())
     assert "unreadable message from the engine" in caplog.text
+
+
+def test_a_change_of_adapters_ends_with_its_engine(engine):
+    async def run():
+        async with asyncio.timeout(240), connected(engine) as client:
+            engine.silent = True
+            change = asyncio.ensure_future(client.change_adapter("a", "/a"))
+            await asyncio.sleep(0)
+            engine.stop()
+            assert (await change).status == 503
+
+    asyncio.run(run())

@@ -334,6 +334,9 @@ class EngineClient:
         elif self.alive and state not in ("draining", "starting"):  # a start that failed has its own reason
             logger.warning("the engine is gone; it had no requests")
         self.alive = False
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(TimeoutError())  # a new engine knows nothing of it
         self._on_change()
         if draining:
             self._fail_all("The engine was shut down before the request was done.", code="shutting_down")
