@@ -45,11 +45,13 @@ OVERHEAD_S = 30.0
 """Estimate of what a round takes beside its storm: start, undisturbed answers, and the end."""
 
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for its adapters
+
+
 def models(args: argparse.Namespace, directory: Path) -> Models:
     """Tiny random models and an adapter, or the model that was given."""
     if args.model:
         return Models(args.model, args.model, None)
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from adapters import tiny_adapter
 
     made = [

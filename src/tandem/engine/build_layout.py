@@ -365,31 +365,29 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
 
 
 def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription) -> tuple[int, bool]:
-    """Return the most drafts of a sequence in a step, and whether the model's own head makes them. Raises UsageError."""
-    speculation = with_speculative_config(settings.speculation, head=_takes_head(settings, files, description))
-    mtp = speculation.speculative_method == "mtp"
-    if mtp:
-        require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+    """Return the most drafts of a sequence in a step, and whether the model's own head makes them. Raises UsageError.
+
+    A head that the method `auto` would take is left out with a warning if it cannot be used.
+    """
+    speculation, without = (with_speculative_config(settings.speculation, head=head) for head in (True, False))
+    chosen = without.speculative_method == "mtp"
+    if not chosen and (not description.mtp_bytes or description.no_drafts):
+        speculation = without
+    if speculation.speculative_method == "mtp":
+        try:
+            require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+        except ModelError as error:
+            if chosen:
+                raise
+            log.warning("The draft head is not used; tokens are decoded without guesses: %s", error)
+            speculation = without
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
     if drafts and description.no_drafts:
         raise ConfigError(
             f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
             param="speculative_method",
         )
-    return drafts, mtp
-
-
-def _takes_head(settings: Settings, files: ModelFiles, description: ModelDescription) -> bool:
-    """Return True if the method `auto` takes the draft head of the model in `files`, which has to be usable."""
-    auto, without = (with_speculative_config(settings.speculation, head=head).speculative_method for head in (True, False))
-    if auto == without or not description.mtp_bytes or description.no_drafts:
-        return False
-    try:
-        require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
-    except ModelError as error:
-        log.warning("The draft head is not used; tokens are decoded without guesses: %s", error)
-        return False
-    return True
+    return drafts, speculation.speculative_method == "mtp"
 
 
 def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelDescription) -> ModelFiles | None:

@@ -281,8 +281,8 @@ class Engine:
     def _send_plans(self) -> None:
         now = time.monotonic()
         self._send_disk_orders(now)
-        if waiting := [sequence for sequence in self.scheduler.waiting if sequence.request.pictures]:
-            self._pictures.look(waiting, self.scheduler)
+        if self.scheduler.had_pictures:
+            self._pictures.look(self.scheduler)
         self._migrate(now)
         self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 
 from tandem.engine.recovery import RankGroup
 from tandem.errors import OverloadedError, RequestError
@@ -71,9 +70,12 @@ class PictureManager:
     def _bytes(self, positions: int) -> int:
         return 4 * self._group.layout.description.hidden_size * positions
 
-    def look(self, waiting: Items[Sequence], scheduler: Scheduler) -> None:
-        """Let those sequences that wait with pictures join whose features are held, and order the next picture if none is being
-        encoded. Raises RankFailure."""
+    def look(self, scheduler: Scheduler) -> None:
+        """Let waiting sequences join whose features are held, and order the next picture if none is being encoded. Raises
+        RankFailure."""
+        waiting = [sequence for sequence in scheduler.waiting if sequence.request.pictures]
+        if not waiting:
+            return
         pinned = _keys(one for one in scheduler.batches.members() if not one.decoding)
         for sequence in waiting:
             keys = _keys([sequence])

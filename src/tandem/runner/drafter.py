@@ -158,14 +158,14 @@ class Drafter:
     def note(self, request_id: str, position: int, hidden: mx.array, row: int, count: int) -> None:
         """Store the model's hidden states `hidden[row, :count]` of a sequence's positions from `position` on, for a head."""
         known = self._known[request_id]
-        if self._head is not None and known.reads:
+        if known.reads:
             known.note(position, hidden, row, count)
             known.forget()
 
     def read_prompt(self, request_id: str, position: int, hidden: mx.array, row: int, count: int) -> None:
         """Note the states of a prompt's chunk, and let a head read it."""
         known = self._known[request_id]
-        if self._head is None or not known.reads:
+        if not known.reads:
             return
         known.note(position, hidden, row, count)
         known.caches = known.caches or self.stage.make_caches()

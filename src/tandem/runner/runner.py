@@ -249,7 +249,7 @@ class Runner:
         hidden = self._forward(pending, (len(order), 1), tokens, micro_batch.store.batch())
         if len(ids) < len(order):
             hidden = hidden[mx.array([row for row, one in enumerate(order) if one], dtype=mx.int32)]
-        if self.drafter is not None:
+        if self._head and self.drafter is not None:
             for row, one in enumerate(ids):
                 self.drafter.note(one, micro_batch.store.length(one) - 1, hidden, row, 1)
         self._sample(pending, hidden[:, -1:], ids)
@@ -267,7 +267,7 @@ class Runner:
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
-        if self.drafter is not None:
+        if self._head and self.drafter is not None:
             for number, one in enumerate(order):
                 if one:
                     self.drafter.note(one, rows[one].length, hidden, number, len(rows[one].tokens))
@@ -325,7 +325,7 @@ class Runner:
             self._sample(pending, last, [op.request_id for _, op in ends])
         if self._head:
             dispatch(hidden)  # on each rank of the stage, as its sums take all of them
-        if self.drafter is not None:
+        if self._head and self.drafter is not None:
             for row, op in enumerate(ops):
                 if op.samples and op.pooling is None:
                     self.drafter.read_prompt(op.request_id, op.start, hidden, row, op.count)

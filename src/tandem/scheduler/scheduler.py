@@ -60,7 +60,7 @@ class Scheduler:
         self.admitted_tokens = 0
         """Total tokens of all sequences ever admitted from the queue."""
         self._under_way: dict[int, StepPlan] = {}
-        self._pictures = False  # True once a request had some
+        self.had_pictures = False  # True once a request had some
         self._arrivals = count()
         self.next_step = first_step
         """Step id of the next plan."""
@@ -72,7 +72,7 @@ class Scheduler:
         check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
         sequence = Sequence(request, seed, next(self._arrivals), adapter=adapter, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
-        self._pictures |= sequence.awaits_pictures
+        self.had_pictures |= sequence.awaits_pictures
         self.waiting.append(sequence)
         self.disk.seek(sequence, self.prefixes)
         self.migrations.enter(sequence)
@@ -107,7 +107,7 @@ class Scheduler:
     def _queue(self) -> deque[Sequence]:
         """Waiting sequences that can be admitted now."""
         embeds = self.prompts.embeds(self.batches.members())
-        if embeds and not self.disk.fetching and not self._pictures:
+        if embeds and not self.disk.fetching and not self.had_pictures:
             return self.waiting
         return deque(one for one in self.waiting if not one.held_back and (embeds or one.request.pooling is None))
 

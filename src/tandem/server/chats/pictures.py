@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.checkpoints.config import read_json
 from tandem.errors import RequestError
-from tandem.models.pictures import ENCODERS
+from tandem.models.pictures import why_unread
 from tandem.server.openai.messages import GivenPicture
 
 MAX_PICTURES = 32
@@ -26,11 +26,10 @@ def unseen(source: str) -> str:
     """Return why the model in the directory `source` takes no pictures; empty if it takes them. Raises BrokenModel."""
     file = Path(source) / "config.json"
     config = read_json(file) if file.exists() else {}
-    kind = str(config.get("model_type"))
     if not config.get("vision_config"):
         return "this model takes text alone; send text, or name a model that sees"
-    if kind not in ENCODERS:
-        return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {kind!r}; send text alone"
+    if why := why_unread(str(config.get("model_type"))):
+        return f"{why}; send text alone"
     if find_spec("PIL") is None or find_spec("mlx_vlm") is None:
         return "pictures need the extra 'vision' on the server (pip install 'mlx-tandem[vision]'); send text alone"
     return ""

@@ -44,9 +44,9 @@ class Marks(NamedTuple):
     """Texts that stand for pictures."""
 
     mark: str
-    """What stands for a picture in the messages; no client can guess it."""
+    """Text in place of a picture in the messages; no client can guess it."""
     placeholder: str
-    """What stands for it in the prompt."""
+    """Text in its place in the prompt."""
 
 
 def rendered(tokenizer: Tokenizer, context: int, conversation: JsonMapping, *, quick: bool) -> Rendered:
