@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
+from tandem.errors import RequestError
 from tandem.models.pictures import ENCODERS
 from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
 from tandem.testing import write_tokenizer
@@ -371,3 +372,11 @@ def test_damaged_pictures_are_refused_or_read(seeing, count):
     assert {code for _, code in found} == {200, 400}
     wait_until(lambda: not seeing.api.live)
     print(dict(found))
+
+
+def test_a_processor_that_cannot_be_loaded_is_a_400_without_the_models_path(tmp_path):
+    see(tmp_path, "gemma3")
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(RequestError, match="processor of pictures cannot be loaded") as found:
+        processor_of(str(tmp_path))
+    assert str(tmp_path) not in str(found.value) and "its directory" in str(found.value)

@@ -96,7 +96,7 @@ def processor_of(source: str) -> Processor:
     try:
         return Processor(source)
     except Exception as error:  # of others' files and packages
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        why = " ".join(f"{type(error).__name__}: {error}".replace(source, "its directory").split())[:300]
         message = f"The model's processor of pictures cannot be loaded ({why}); send text alone."
         raise RequestError(message, param="messages", code="unsupported_value") from error
 
