@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import threading
 import time
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import httpx
 import load
 from kv_roles import ENOUGH, Stream
 
@@ -96,15 +96,16 @@ def gaps(args: argparse.Namespace, model: Path, prompts: load.PromptSource, name
     flags = {"reranker": "on", "prefix_cache": 0, **limit, **LAYOUTS[name]}
     documents = [prompts.make(args.tokens) for _ in range(args.rerank)]
     with harness.tandem_server(model, args.threads, name, **flags) as server:
+        refused, computed = rerank(["a document"] * REFUSED), rerank(documents)
         phases: dict[str, Callable[[], object]] = {
             "alone": lambda: time.sleep(args.seconds),
-            f"beside {REFUSED} refused": lambda: _until(args.seconds, lambda: reranked(server, ["a document"] * REFUSED, 400)),
+            f"beside {REFUSED} refused": lambda: _until(args.seconds, lambda: send(server, refused, 400)),
             "alone again": lambda: time.sleep(args.seconds),
-            f"beside {len(documents)}": lambda: reranked(server, documents),
+            f"beside {len(documents)}": lambda: send(server, computed),
         }
         found: dict[str, list[float]] = {phase: [] for phase in phases}
         with harness.heading(f"{name}: a stream beside reranks"), streaming(server) as gaps_since:
-            reranked(server, documents[:16])
+            send(server, rerank(documents[:16]))
             for _ in range(args.rounds):
                 for phase, work in phases.items():
                     began = time.monotonic()
@@ -120,12 +121,22 @@ def gaps(args: argparse.Namespace, model: Path, prompts: load.PromptSource, name
     return [harness.verdict(f"{name}, p99 {rows[1][0]}", rows[1][5], 1.2, at_most=True)]
 
 
-def reranked(server: harness.Server, documents: list[str], status: int = 200) -> None:
-    """Send a rerank, which must be answered with `status`."""
-    body = {"query": "which one tells of the sea?", "documents": documents}
-    answer = httpx.post(f"http://127.0.0.1:{server.port}/v1/rerank", json=body, timeout=900)
-    if answer.status_code != status:
-        raise SystemExit(f"{answer.status_code}: {answer.text[:400]}")
+def rerank(documents: list[str]) -> bytes:
+    """Body of a rerank."""
+    return json.dumps({"query": "which one tells of the sea?", "documents": documents}).encode()
+
+
+def send(server: harness.Server, body: bytes, status: int = 200) -> None:
+    """Send a rerank, which must be answered with `status`. The client's own work is kept small: the stream's reader waits."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=900)
+    try:
+        connection.request("POST", "/v1/rerank", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+    finally:
+        connection.close()
+    if answer.status != status:
+        raise SystemExit(f"{answer.status}: {text[:400]!r}")
 
 
 @contextlib.contextmanager
