@@ -40,12 +40,14 @@ class Pooler:
         self._sums.pop(request_id, None)
 
 
-def label_logprobs(logits: mx.array, labels: Sequence[int]) -> mx.array:
-    """Return the log probabilities of the token ids `labels`, float32 [labels], from logits [V]. Dispatched at once."""
+def label_logprobs(logits: mx.array, labels: Sequence[Sequence[int]]) -> list[mx.array]:
+    """Return the log probabilities of the token ids in each of `labels`, float32 [labels], from logits [rows, V]. Dispatched at
+    once."""
     logits = logits.astype(mx.float32)
-    logprobs = logits[mx.array(list(labels), dtype=mx.int32)] - mx.logsumexp(logits)
-    dispatch(logprobs)
-    return logprobs
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    found = [row[mx.array(list(ids), dtype=mx.int32)] for row, ids in zip(logprobs, labels, strict=True)]
+    dispatch(found)
+    return found
 
 
 def vector_bytes(vector: mx.array) -> bytes:

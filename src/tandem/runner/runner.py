@@ -318,6 +318,7 @@ class Runner:
             micro_batch.held[op.request_id].caches = own
         for row, op in enumerate(ops):
             self._read(pending, micro_batch, op, hidden[row : row + 1, : op.count])
+        self._judge(pending, hidden, [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids])
         ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
         if ends:
             rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
@@ -366,11 +367,17 @@ class Runner:
         pending.tokens.append(tokens)
         dispatch([tokens, *arrays])
 
+    def _judge(self, pending: PendingStep, hidden: mx.array, ends: list[tuple[int, PrefillOp]]) -> None:
+        """Compute the log probabilities of labels after the prompts that end in these rows of `hidden` [rows, L, H]."""
+        if ends and self.stage.is_last:
+            rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
+            logits = self.stage.head(hidden[rows, places][:, None])[:, 0]
+            found = label_logprobs(logits, [op.label_token_ids for _, op in ends])
+            pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, found, strict=True)]
+
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
         """Pool a chunk of a prompt: all of its positions for `mean`, else only the prompt's last one."""
-        if self.stage.is_last and op.last and op.label_token_ids:
-            pending.vectors.append((op.request_id, label_logprobs(self.stage.head(hidden[:, -1:])[0, 0], op.label_token_ids)))
-        elif self.stage.is_last and (op.last or op.pooling == "mean"):
+        if self.stage.is_last and not op.label_token_ids and (op.last or op.pooling == "mean"):
             states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))
