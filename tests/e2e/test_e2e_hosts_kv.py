@@ -174,7 +174,7 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
             eventually(lambda: not machines.processes("h2", "tandem.executors.worker"), what=lambda: server.log)
         finally:
             machines.heal("h2")
-        server.wait_for(r"\[engine 1\].* Ranks ready again")
+        server.wait_for(r"\[engine 1\].* Serving again on")
         assert re.search(LEFT, server.log)
 
 
@@ -225,5 +225,5 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
             assert re.search(LEFT, server.log)
         finally:
             machines.heal("h1")
-        server.wait_for(r"\[engine 0\].* Ranks ready again")
+        server.wait_for(r"\[engine 0\].* Serving again on")
         fleet.hands_over()
