@@ -289,8 +289,8 @@ class Supervisor:
         scheme = "http" if self._settings.server.tls_cert is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
-        parts = len(engines[0].ranks)
-        where = ", ".join(dict.fromkeys(printable(rank.host) for engine in engines for rank in engine.ranks))
+        parts, hosts = len(engines[0].ranks), [printable(rank.host) for engine in engines for rank in engine.ranks]
+        where = ", ".join(hosts if len(hosts) < 5 else dict.fromkeys(hosts))  # machines may have the same name
         if isinstance(self._engines, EnginePool):
             replicas = f", the first of {len(self._engines.models())} models"
         else:

@@ -472,7 +472,7 @@ class RankGroup:
     def _lay_out(self, active: ActiveLayout) -> None:
         if self.degraded != active.degraded:
             if active.degraded:
-                log.warning("Degraded: %s; answering more slowly until they are back", active.degraded)
+                log.warning("Degraded: fewer machines serve, more slowly, until the others are back")
                 self.history.note(
                     "layout_degraded",
                     f"the model is laid out over fewer machines ({active.degraded}); all is answered, slower",
