@@ -6,15 +6,22 @@ import argparse
 import json
 import os
 import pkgutil
+import re
+from types import SimpleNamespace
 
 import pytest
 
-from tandem.cli import address
+from jargon import jargon
+from tandem.cli import address, agent
 from tandem.cli.arguments import OFTEN, Later
 from tandem.cli.main import build_parser, main
 from tandem.cli.screen import event_lines
 from tandem.config.options import by_name, options
 from tandem.errors import UsageError
+from tandem.launchers.agent.agent_server import PROGRAMS, PURPOSES
+from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S, AgentSide, HeadSide
+from tandem.launchers.agent.trust import Trust
+from tandem.protocol.agent_messages import PairHello
 from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
 
@@ -226,3 +233,31 @@ def test_a_port_is_asked_as_the_background_server_there_answers():
         assert address.server_url(of("--port", "22102")) == "http://127.0.0.1:22102"
     finally:
         os.close(lock)
+
+
+def test_an_agent_shows_new_codes_for_some_time_and_says_so(capsys):
+    clock = [0.0]
+    machine = SimpleNamespace(name="mac-b", port=1, pair_port=2, pairing=AgentSide("mac-b", "A" * 40, lambda: clock[0]))
+    shown = agent._say(machine, Trust("agent"), pair=False)
+    for number in range(1, agent.MOST_CODES + 1):
+        assert not agent._ends(machine, shown, []) and len(shown) == number
+        clock[0] += LIFE_S
+        assert not agent._ends(machine, shown, [])
+    said = capsys.readouterr().out
+    codes = re.findall(r"^code (\d{3} \d{3}): type", said, re.MULTILINE)
+    assert len(codes) == agent.MOST_CODES and said.count("5 minutes have passed; here is a new one:") == len(codes) - 1
+    assert "The code is over; for a new one end this (Ctrl-C)" in said.splitlines()[-1]
+    assert not machine.pairing.is_open and shown == [] and agent._ends(machine, shown, [15])
+    assert jargon(said) == jargon(" ".join(PURPOSES.values())) == set() and set(PURPOSES) == set(PROGRAMS)
+
+
+def test_an_agent_whose_code_was_guessed_at_shows_no_other(capsys):
+    machine = SimpleNamespace(name="mac-b", pairing=AgentSide("mac-b", "A" * 40))
+    shown = [agent._show_code(machine)]
+    for peer in (b"%d" % number for number in range(ATTEMPTS)):
+        identity, _ = machine.pairing.answer(peer, PairHello("head", "B" * 40))
+        head = HeadSide(f"{(int(shown[0]) + 1) % 10**6:06d}", PairHello("head", "B" * 40), identity)
+        element, _ = machine.pairing.answer(peer, head.start())
+        machine.pairing.answer(peer, head.confirm(element))
+    agent._ends(machine, shown, [])
+    assert shown == [] and "for a new one end this (Ctrl-C), and run `tandem agent --pair`" in capsys.readouterr().out

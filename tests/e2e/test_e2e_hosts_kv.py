@@ -174,12 +174,12 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
             eventually(lambda: not machines.processes("h2", "tandem.executors.worker"), what=lambda: server.log)
         finally:
             machines.heal("h2")
-        server.wait_for(r"\[engine 1\].* Ranks ready again")
+        server.wait_for(r"\[engine 1\].* Serving again on")
         assert re.search(LEFT, server.log)
 
 
 def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model: str, tmp_path: Path) -> None:
-    disks = disks_of(machines, tmp_path / "kv")
+    disks = {name: machines[name].home / "kv" for name in machines.names}  # each home is at a path of its own
     prompts = [[3 + i * step % 400 for i in range(length)] for step, length in ((7, 60), (11, 1300), (13, 2000), (17, 3000))]
     tokens = 200  # so many that nobody is done before its prompt is written
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
@@ -196,7 +196,7 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         "--roles",
         "prefill,decode",
         "--kv-disk",
-        str(tmp_path / "kv"),
+        str(machines["h0"].home / "kv"),
         "--kv-tokens",
         "40000",
     ]
@@ -225,5 +225,5 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
             assert re.search(LEFT, server.log)
         finally:
             machines.heal("h1")
-        server.wait_for(r"\[engine 0\].* Ranks ready again")
+        server.wait_for(r"\[engine 0\].* Serving again on")
         fleet.hands_over()

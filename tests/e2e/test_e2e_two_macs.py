@@ -41,14 +41,14 @@ def commands_of(section: str, kind: str) -> list[str]:
 
 
 def test_readme_leads_there_in_eight_commands_and_four() -> None:
-    """With the clone, and without the addresses of a cable; the page has the same commands, which are run below."""
+    """The page has the same commands, which are run below, and before them the addresses of a cable."""
     section = (PAGE.parents[1] / "README.md").read_text().split("\n## Two Macs\n")[1].split("\n## ")[0]
     found = commands_of(section, "text")
     second, first = found[:4], found[4:]
     assert len(first) <= 8 and first[:4] == [*INSTALL, ACTIVATE] and second[:3] == INSTALL
     page = [line.replace(" --model MODEL", "").replace("MODEL", "demo") for line in commands("On the first Mac")]
-    assert first == [line for line in page if not line.startswith("sudo ")]
-    assert second == [line for line in commands("On the second Mac") if not line.startswith("sudo ")]
+    assert first == page
+    assert second == commands("On the second Mac")
 
 
 class Mac:
@@ -106,16 +106,16 @@ def test_the_commands_of_the_page_lead_to_an_answer(make_machines: Callable[[int
     (machines["h0"].home / ".ssh" / "id_ed25519").unlink()
     model = tiny_model(tmp_path / "tiny")
 
-    cable, agent = commands("On the second Mac")[3:]
-    machines.run("h1", cable)
+    for name, cable in zip(("h1", "h0"), commands("The cable's addresses"), strict=True):
+        machines.run(name, cable)
+    (agent,) = commands("On the second Mac")[3:]
     log = tmp_path / "agent.log"
     waiting = second.start(agent.removeprefix(".venv/bin/"), log)
     code = said(log, r"code (\d{3} \d{3}): ", lambda: waiting.poll() is None)[1]
 
-    cable, write, doctor, serve, ask = [
+    write, doctor, serve, ask = [
         line.replace("mac-b", "Mac").replace("MODEL", str(model)) for line in commands("On the first Mac")[4:]
     ]
-    machines.run("h0", cable)
     assert "paired with Mac" in machines.run("h0", write, stdin=f"{code}\n", timeout=WAIT_S).stderr
     hosts = json.loads((machines["h0"].home / "hosts.json").read_text())["hosts"]
     assert hosts == [{"ssh": "localhost", "ips": ["10.254.0.1"]}, {"ssh": "agent:Mac", "ips": ["10.254.0.2"]}]

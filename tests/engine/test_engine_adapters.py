@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def test_a_rank_that_dies_comes_back_with_its_adapters(model, expected, layout):
 
 
 @pytest.mark.slow
-def test_an_adapter_whose_files_are_gone_ends_no_other_request(model, expected, tmp_path):
+def test_an_adapter_whose_files_are_gone_ends_no_other_request(model, expected, tmp_path, monkeypatch):
+    """The other adapter is found at the same path below the new ranks' home, which is not that of the first ones."""
     told = 0
 
     def midway(message: object) -> bool:
@@ -124,8 +126,12 @@ def test_an_adapter_whose_files_are_gone_ends_no_other_request(model, expected, 
         return told > 20
 
     gone = tiny_adapter(model, tmp_path / "gone")
-    with LLM(str(model), pipeline_parallel_size=2, lora_modules=(f"gone={gone}", *modules(model)[:1])) as llm:
+    kept = shutil.copytree(model.parent / "plain", tmp_path / "head" / "plain")
+    monkeypatch.setenv("HOME", str(tmp_path / "head"))
+    with LLM(str(model), pipeline_parallel_size=2, lora_modules=(f"gone={gone}", f"plain={kept}")) as llm:
         (gone / "adapters.safetensors").unlink()
+        (tmp_path / "head").rename(tmp_path / "rank")
+        monkeypatch.setenv("HOME", str(tmp_path / "rank"))
         asked = [one for one in everybody() if one.adapter in ("", "plain")]
         lost = EngineRequest(
             request_id="lost", prompt=PROMPT, params=SamplingParams(max_tokens=150, ignore_eos=True), adapter="gone"

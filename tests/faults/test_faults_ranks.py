@@ -111,7 +111,7 @@ def test_what_was_found_is_said_and_counted(served: Any) -> None:
     }
     assert counted["died"] >= 3, counted
     assert counted["stopped"] >= 2, counted
-    reasons = [line for line in served.log.read_text().splitlines() if "replacing all ranks" in line]
+    reasons = [line for line in served.log.read_text().splitlines() if "; all parts restart" in line]
     assert counted["died"] + counted["stopped"] == len(reasons), "\n".join(reasons)
     assert "stands still: its process is stopped" in served.log.read_text()
     assert served.metric("tandem_gang_recovery_seconds_count") >= 5

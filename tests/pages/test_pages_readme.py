@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from jargon import jargon
 from pages.commands import PAGES, ROOT, name_of
 from tandem.cli.main import main
 from tandem.planner.presets import presets
@@ -45,6 +46,14 @@ def test_a_model_of_the_table_fits(count: int, memory: str, name: str, capsys: p
     layout = "single" if count == 1 else f"pp={count}"
     assert main(["plan", model, *quant, "--hosts", *hosts, "--layout", layout, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+def test_what_a_newcomer_reads_needs_no_glossary() -> None:
+    first, rest = README.read_text().split("\n## Which model fits\n")
+    page = (ROOT / "docs" / "two-machines.md").read_text()
+    evening = page[page.index("#### On the second Mac") : page.index("#### What you should see")]
+    assert jargon(first) == jargon(evening) == set()
+    assert jargon(rest) != set()  # where links to docs/ may say what they lead to
 
 
 def test_every_page_stands_in_one_of_three_groups() -> None:

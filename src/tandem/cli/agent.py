@@ -24,6 +24,9 @@ from tandem.version import __version__
 
 log = logging.getLogger("tandem.cli")
 
+MOST_CODES = 6
+"""Limit of the codes that are shown one after another; a forgotten agent then admits nobody."""
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the agent until a signal, or with --forget unpair a head. Raises UsageError."""
@@ -47,26 +50,47 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.no_announce:
             announced = _announcement(agent, arguments.host)
         with announced:
-            _say(agent, trust, pair=arguments.pair)
-            agent.serve(until=lambda: bool(signals))
+            shown = _say(agent, trust, pair=arguments.pair)
+            agent.serve(until=lambda: _ends(agent, shown, signals))
+            say("Stopping: what runs here for other machines ends too")
     finally:
         agent.close()
+    say("Stopped")
     return 0
 
 
-def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
-    """Print the ports and the paired heads, and a pairing code if no head is paired yet."""
+def _say(agent: Agent, trust: Trust, *, pair: bool) -> list[str]:
+    """Print the ports and the paired heads, and a pairing code if no head is paired yet. Return the codes shown."""
     paired = trust.peers()
     say(
         f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
         f"{', '.join(paired) or 'nobody'}"
     )
-    if pair or not paired:
-        code = agent.pairing.open()
-        say(
-            f"code {code[:3]} {code[3:]}: type it where the other machine asks (`tandem hosts pair {agent.name}`, or "
-            f"`tandem hosts write`); good for {LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts"
-        )
+    return [_show_code(agent)] if pair or not paired else []
+
+
+def _show_code(agent: Agent) -> str:
+    """Print a new pairing code, and return it."""
+    code = agent.pairing.open()
+    say(
+        f"code {code[:3]} {code[3:]}: type it where the other machine asks (`tandem hosts pair {agent.name}`, or "
+        f"`tandem hosts write`); good for {LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts"
+    )
+    return code
+
+
+def _ends(agent: Agent, shown: list[str], signals: list[int]) -> bool:
+    """Return True after a signal. Print a new code when the last of `shown` has expired, unless it was guessed at or
+    `MOST_CODES` were shown."""
+    if not shown or not agent.pairing.is_over:
+        return bool(signals)
+    if agent.pairing.attempts_left == ATTEMPTS and len(shown) < MOST_CODES:
+        say(f"The code is over, since {LIFE_S / 60:.0f} minutes have passed; here is a new one:")
+        shown.append(_show_code(agent))
+    else:
+        say("The code is over; for a new one end this (Ctrl-C), and run `tandem agent --pair`")
+        shown.clear()
+    return False
 
 
 def _announcement(agent: Agent, host: str) -> Announcement:

@@ -391,7 +391,7 @@ def unknown_home(error: RuntimeError) -> str:
 def say(text: str) -> None:
     """Print a line for people. If standard output is full or closed, log a warning and drop all further output."""
     try:
-        print(text, flush=True)
+        print(f"\r{text}" if sys.stdout.isatty() else text, flush=True)  # over a terminal's ^C
     except OSError as error:
         log.warning("Standard output cannot be written, continuing without it: %s", error.strerror)
         drop_output()

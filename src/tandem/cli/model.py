@@ -65,7 +65,8 @@ def fetched(name: str, revision: str | None, quant: str | None) -> Path:
         task = bars.add_task(name, total=None)
 
         def report(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total or None)
+            text = f"{name}: checking and unpacking" if done >= total > 0 else name
+            bars.update(task, description=text, completed=done, total=total or None)
 
         if quant is None:
             return fetch_demo(report) if name == "demo" else resolve(name, revision=revision, progress=report).path

@@ -35,6 +35,7 @@ from tandem.launchers.host_addresses import ranks_of
 from tandem.launchers.host_facts import launched_process_group
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import new_cluster
+from tandem.printable import printable
 from tandem.processes.child import ChildProcess
 from tandem.protocol import supervisor_messages as messages
 from tandem.protocol.control import EngineStatus
@@ -179,8 +180,6 @@ class Supervisor:
         self._signals = 0
         self._reached = 0
         """Number of replicas that the API process is connected to, as last reported."""
-        self._told = not sys.stdout.isatty()
-        """True once the user has been informed what shutdown waits for. True from the start without a terminal."""
 
     def run(self) -> int:
         """Serve until a signal, or until a child fails permanently. Return the exit code. Raises UsageError."""
@@ -290,12 +289,13 @@ class Supervisor:
         scheme = "http" if self._settings.server.tls_cert is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
-        ranks = sum(len(engine.ranks) for engine in engines)
+        parts, hosts = len(engines[0].ranks), [printable(rank.host) for engine in engines for rank in engine.ranks]
+        where = ", ".join(hosts if len(hosts) < 5 else dict.fromkeys(hosts))  # machines may have the same name
         if isinstance(self._engines, EnginePool):
             replicas = f", the first of {len(self._engines.models())} models"
         else:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
-        say(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), {engines[0].stages} stage(s){replicas})")
+        say(f"Tandem is ready: {address} (model {engines[0].model}{f', in {parts} parts' * (parts > 1)} on {where}{replicas})")
         stop = "Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up started it"
         say(farewell(address, self._settings.server, stop=stop))
 
@@ -326,9 +326,13 @@ class Supervisor:
             self._over or "the server was told to end: it finishes what it has",
             level="error" if self._over else "info",
         )
-        self._ends_at = time.monotonic()
+        seen = self._signals and sys.stdout.isatty()
+        if seen:
+            say(f"Stopping; answers under way have {self._settings.process.drain_timeout:g} s to end (Ctrl-C ends them now)")
         self._end_all(self._api.children, self._while_draining)
         self._end_all(self._engines.children)
+        if seen:
+            say("Stopped: nothing that the server started runs any more")
         return code
 
     def _while_draining(self) -> None:
@@ -336,15 +340,6 @@ class Supervisor:
         self._control.serve(POLL_S)
         if not self._over:
             self._look_at_engines()
-        if self._told or time.monotonic() - self._ends_at < FRESH_S:
-            return
-        left = sum(status.running + status.queued for status in self._engines.statuses().values() if status is not None)
-        if left:
-            self._told = True
-            say(
-                f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
-                "Ctrl-C again ends now"
-            )
 
     def _end_all(self, children: list[ChildProcess], meanwhile: Callable[[], None] = lambda: None) -> None:
         for child in children:

@@ -1,4 +1,4 @@
-"""Output of a server starting in a terminal: a line per rank, then its address and the next steps."""
+"""Output of a server starting in a terminal: a line per part of the model, then its address and the next steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from typing import Protocol
 from tandem.config.settings import ServerSettings
 from tandem.protocol.control import LoadProgress
 
-PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links", "warm": "warm-up"}
-"""Descriptions of the phases of `LoadProgress`."""
+PHASES = {
+    "fetch": "part {}: download",
+    "fetched": "part {}: checking the download",
+    "load": "part {}: load into memory",
+    "check": "computing a first answer over all parts, to check them",
+    "warm": "computing examples, so that the first answers are fast",
+}
+"""Descriptions of the phases of `LoadProgress`, and of a completed `fetch`. Equal ones share a line."""
 
 
 class Starting(Protocol):
@@ -38,31 +44,33 @@ def progress_lines() -> Iterator[Show]:
         return
     from rich.console import Console
     from rich.filesize import decimal
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+    from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[size]}"))
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), TextColumn("{task.fields[size]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as lines:
         starting = lines.add_task("starting", total=None, size="")
         tasks: dict[str, TaskID] = {}
-        """Progress bars by rank and phase. Each phase has its own, since a bar's total cannot be unset."""
+        """Lines by text; each counts its own seconds."""
 
         def show(engines: Mapping[int, Starting | None]) -> None:
             several = len(engines) > 1
             loading = {
-                f"{f'replica {number}, ' if several else ''}rank {part.rank}: {PHASES[part.phase]}": part
+                f"{f'replica {number}, ' if several else ''}{PHASES[phase].format(part.rank + 1)}": part
                 for number, status in engines.items()
                 if status is not None
                 for part in status.loading
+                for phase in ("fetched" if part.phase == "fetch" and part.done >= part.total > 0 else part.phase,)
             }
             details = [status.detail for status in engines.values() if status is not None and status.detail]
-            lines.update(starting, description=details[0] if details else "starting", visible=not loading)
+            other = "starting" if None in engines.values() else "opening the address"
+            lines.update(starting, description=details[0] if details else other, visible=not loading)
             for text in tasks.keys() - loading.keys():
                 lines.update(tasks[text], visible=False)
             for text, part in loading.items():
                 if text not in tasks:
                     tasks[text] = lines.add_task(text, total=None, size="")
                 size = f"{decimal(part.done)} of {decimal(part.total)}" if part.total else ""
-                lines.update(tasks[text], total=part.total or None, completed=part.done, size=size, visible=True)
+                lines.update(tasks[text], size=size, visible=True)
 
         yield show
 

@@ -75,7 +75,7 @@ class ModelSettings:
     head: from the engine's machine, each its part, into its cache directory."""
     adapter_path: Filled | None = None
     """Directory of a LoRA adapter to apply to all requests (mlx-lm's or PEFT's format). Ranks on other machines need a copy
-    at the same path, or --weights-from head."""
+    at the same path, also below the home directory, or --weights-from head."""
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters for MODEL, each as NAME=DIRECTORY, where NAME is what clients ask for. They share batches, and one copy
     of MODEL."""
@@ -201,8 +201,9 @@ class SchedulerSettings:
     """Tokens between the checkpoints of a long prompt, for a model with recurrent states or sliding windows: its prefixes
     can be used again only up to one. By default at least 2048, and so many that they take at most a quarter of the KV."""
     kv_disk: Filled | None = None
-    """Directory, on each machine with ranks, in which prefixes of prompts are kept: they outlive ranks and servers, and
-    are read where that takes less time than computing them (docs/kv.md). By default none is kept."""
+    """Directory, on each machine with ranks (at the same path, also below the home directory), in which prefixes of prompts
+    are kept: they outlive ranks and servers, and are read where that takes less time than computing them (docs/kv.md). By
+    default none is kept."""
     kv_disk_gb: Positive = 20.0
     """Most GB in that directory; what was used least recently goes first."""
     memory_fraction: Annotated[float, Within(ABOVE_0, 1.0)] = 0.85

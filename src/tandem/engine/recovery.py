@@ -360,11 +360,11 @@ class RankGroup:
         self._mark_ready()
         self._begin(scheduler)
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
-        log.info("Ranks ready again after %.1f s: resuming %d requests", self._ready_at - noticed, len(scheduler.sequences))
+        hosts = ", ".join(dict.fromkeys(ready.host for ready in self.ready))
+        seconds, left = self._ready_at - noticed, len(scheduler.sequences)
+        log.warning("Serving again on %s after %.1f s: %d unfinished request(s) go on", hosts, seconds, left)
         self.history.note(
-            "ranks_replaced",
-            f"{len(self.layout.ranks)} rank(s) serve again after "
-            f"{self._ready_at - noticed:.1f} s; {len(scheduler.sequences)} request(s) go on",
+            "ranks_replaced", f"{len(self.layout.ranks)} rank(s) serve again after {seconds:.1f} s; {left} request(s) go on"
         )
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
@@ -406,7 +406,7 @@ class RankGroup:
         self.restarts += 1
         self._metrics.restarts.inc()
         self._metrics.failures.labels(failure.cause).inc()
-        log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
+        log.error("%s; all parts restart, requests wait (failure %d)", self._by_machine(failure.message), self._failures_in_a_row)
         self.lost = failure.rank
         self.history.note(
             "rank_lost",
@@ -416,6 +416,13 @@ class RankGroup:
             remedy=REMEDIES.get(failure.cause, REMEDY),
         )
         self._announce("recovering", f"replacing the ranks after: {failure.message}")
+
+    def _by_machine(self, message: str) -> str:
+        """Return the message with machines in place of ranks, where these are known; parts are counted from 1."""
+        hosts = [ready.host for ready in self.ready]
+        for rank, host in reversed([*enumerate(hosts)]):  # rank 12 before rank 1
+            message = message.replace(f"rank {rank}", host if hosts.count(host) == 1 else f"part {rank + 1} on {host}")
+        return message
 
     def _announce(self, state: str, detail: str) -> None:
         if self.state not in ("starting", "draining"):
@@ -465,7 +472,7 @@ class RankGroup:
     def _lay_out(self, active: ActiveLayout) -> None:
         if self.degraded != active.degraded:
             if active.degraded:
-                log.warning("Degraded: %s; answering more slowly until they are back", active.degraded)
+                log.warning("Degraded: fewer machines serve, more slowly, until the others are back")
                 self.history.note(
                     "layout_degraded",
                     f"the model is laid out over fewer machines ({active.degraded}); all is answered, slower",

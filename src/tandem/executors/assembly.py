@@ -218,9 +218,10 @@ def _open_disk(
     positions = max([DISK_BLOCK_SIZE, *map(last_positions, members(stage.caches_of_all_stages()))])
     most = MOST_HEADER + positions * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False) + states
     try:
-        kept = DiskBlockFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most, layers.kind)
+        directory = path_here(spec.kv_disk, spec.home)
+        kept = DiskBlockFiles(directory, space, need, spec.kv_disk_bytes, most, layers.kind)
         disk = KVDisk(spec.rank, kept, layers, report, lending)
-        note_model(Path(spec.kv_disk), space, spec.model_name)
+        note_model(directory, space, spec.model_name)
         return disk, ""
     except (UsageError, OSError) as error:
         return None, str(error)

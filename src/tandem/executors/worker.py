@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tandem.checkpoints.stored import path_here
 from tandem.comm.blas import preload_blas
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
@@ -170,7 +171,10 @@ class Worker:
                     loop.fetch(command)
                 elif isinstance(command, LoadAdapter) and command.weights_endpoint:
                     start_thread(partial(self._fetch_adapter, command, loop, mailbox), name="adapter")
-                elif isinstance(command, LoadAdapter | EncodePicture):
+                elif isinstance(command, LoadAdapter):
+                    there = path_here(command.adapter.path, self._spec.home)
+                    loop.submit(msgspec.structs.replace(command, directory=str(there)))
+                elif isinstance(command, EncodePicture):
                     loop.submit(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")

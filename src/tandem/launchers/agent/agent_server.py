@@ -35,6 +35,8 @@ seldom = Seldom(log)
 
 PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.diagnostics.doctor.probe"}
 """Programs that a head may start: name -> arguments after `python -m`."""
+PURPOSES = {"rank-host": "a part of a model", "probe": "a check of the doctor"}
+"""Descriptions of `PROGRAMS` for people."""
 PORT = 29640
 """Default port for sessions; pairing uses the next port."""
 MOST_SESSIONS = 64
@@ -247,7 +249,7 @@ class Agent:
         if reason:
             self._commands.post(identity, messages.Ended(255, reason))
             return
-        log.info("a head has started a %s (process %d)", message.program, session.pid)
+        log.info("a paired machine runs %s here (process %d)", PURPOSES.get(message.program, message.program), session.pid)
         self._commands.post(identity, messages.Beat())
 
     def _pair(self, identity: bytes, request: messages.PairRequest) -> None:
@@ -261,7 +263,7 @@ class Agent:
                 reply = messages.PairRefused(f"{self.name} cannot write down whom it trusts: {error}")
             else:
                 self._look_at_keys()
-                log.info("paired with %s: it may run ranks here", head.name)
+                log.info("paired with %s: it may run models here", head.name)
         if isinstance(reply, messages.PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again", reply.reason)
         with contextlib.suppress(TransportError):  # the head has disconnected
@@ -277,7 +279,7 @@ class Agent:
             if session.owner not in trusted:
                 session.end(UNPAIRED)
             elif now - session.heard > SILENCE_S:
-                session.end("nothing was heard of the head")
+                session.end("the other machine is silent")
             if not self._reported(identity, session) and session.reason is None and beat:
                 self._commands.post(identity, messages.Beat())
 

@@ -7,8 +7,9 @@ only if they used the same code and saw the same names and CURVE keys. Each then
 HMAC-SHA256 of its role.
 
 An eavesdropper learns nothing about the code. An active attacker can test one guess per run. The agent counts runs when they
-begin: a code allows three runs, five minutes and one success. After that, pairing is refused until the user requests a new code.
-So an attacker succeeds with probability three in a million per code.
+begin: a code allows three runs, five minutes and one success. After that, pairing is refused until another code is
+shown, which `tandem agent` does by itself a few times, but not after a wrong one. So an attacker succeeds with probability
+three in a million per code.
 """
 
 from __future__ import annotations
@@ -77,14 +78,15 @@ class AgentSide:
         self._clock = clock
         self._code: str | None = None
         self._until = 0.0
-        self._left = 0
+        self.attempts_left = 0
+        """Attempts that the code still allows."""
         self._heads: dict[bytes, PairHello] = {}
         self._keys: dict[bytes, bytes] = {}
 
     def open(self) -> str:
         """Return a new random code to show to the user; it replaces the previous one."""
         self._code = f"{secrets.randbelow(10**DIGITS):0{DIGITS}d}"
-        self._until, self._left = self._clock() + LIFE_S, ATTEMPTS
+        self._until, self.attempts_left = self._clock() + LIFE_S, ATTEMPTS
         self._heads.clear()
         self._keys.clear()
         return self._code
@@ -92,12 +94,16 @@ class AgentSide:
     @property
     def is_open(self) -> bool:
         """True while the code is valid: not expired, and with attempts left or a run in progress."""
-        return self._code is not None and self._clock() < self._until and (self._left > 0 or bool(self._keys))
+        return self._code is not None and self._clock() < self._until and (self.attempts_left > 0 or bool(self._keys))
+
+    @property
+    def is_over(self) -> bool:
+        """True once a code has expired, or its attempts are used up, without a success."""
+        return self._code is not None and not self.is_open
 
     def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
         """Return the reply to `peer`, a connection's identity, and the head to trust once a run succeeds, else None."""
         if not self.is_open:
-            self._code = None
             why = "this machine shows no code, or its time is over: end the agent there (Ctrl-C), and run `tandem agent --pair`"
             return PairRefused(why), None
         if isinstance(request, PairHello):
@@ -114,9 +120,9 @@ class AgentSide:
         return self._confirm(peer, request)
 
     def _start(self, peer: bytes, request: PairStart) -> PairReply:
-        if not self._left:
+        if not self.attempts_left:
             return PairRefused(f"{ATTEMPTS} codes have been tried; run `tandem agent --pair` there for a new one")
-        self._left -= 1
+        self.attempts_left -= 1
         assert self._code is not None
         exchange = SPAKE2_B(self._code.encode(), idA=_identity(self._heads[peer]), idB=_identity(self._identity))
         element = exchange.start()
