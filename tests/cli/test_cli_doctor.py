@@ -13,7 +13,6 @@ from macs import answers, mac_environment, recorded
 from tandem.cli.doctor import parse_ports
 from tandem.cli.main import main
 from tandem.errors import ConfigError
-from tandem.protocol.supervisor_messages import ReplicaList
 from tandem.testing import tiny_model
 
 
@@ -46,7 +45,7 @@ def test_a_model_with_a_file_missing(tmp_path, capsys):
 
 
 def test_the_table_ends_with_remedies_and_knows_tandems_own_server(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tandem.cli.doctor.ask", lambda *_: ReplicaList([]))
+    monkeypatch.setattr("tandem.cli.doctor.is_heard", lambda path: path.name == f"serve-{port}.sock")
     with socket.create_server(("127.0.0.1", 0)) as own:
         port = own.getsockname()[1]
         assert main(["doctor", "--model", str(tmp_path / "none"), "--port", str(port)]) == 1

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 
 from rich.console import Console
@@ -20,12 +19,12 @@ from tandem.diagnostics.doctor.checks_apple import described
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
 from tandem.diagnostics.doctor.probe_session import PROBE
-from tandem.errors import ConfigError, UsageError
+from tandem.engine.ipc_server import is_heard
+from tandem.errors import ConfigError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
 from tandem.planner.layouts import parse_layout
-from tandem.protocol.supervisor_messages import ListReplicas, ReplicaList
-from tandem.supervision.control_socket import ask, control_path
+from tandem.supervision.control_socket import control_path
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _PLAIN = {"all_sum": "sums", "fences": "GPU waits"}
@@ -86,16 +85,9 @@ def _question(arguments: argparse.Namespace) -> Question:
         full_hash=arguments.full_hash,
         plan=PlanRequest(arguments.layout, arguments.context, arguments.streams),
         port=arguments.port,
-        own_server=_answers(arguments.port),
+        own_server=is_heard(control_path(arguments.port)),
         ports=parse_ports(arguments.ports),
     )
-
-
-def _answers(port: int) -> bool:
-    """Return whether this user's server of Tandem answers at the port of this machine."""
-    with suppress(UsageError):
-        return isinstance(ask(control_path(port), ListReplicas()), ReplicaList)
-    return False
 
 
 def parse_ports(text: str | None) -> list[int]:

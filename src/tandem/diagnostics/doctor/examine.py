@@ -328,8 +328,7 @@ def planned_for(evidence: Evidence, request: PlanRequest) -> PlannedMemory | str
     if candidate.prediction is None:
         return candidate.reason
     needs = {names[memory.machine]: Need(memory.needed, memory.budget) for memory in candidate.prediction.memory}
-    sizes = {one.name: f"{_memory(evidence.facts[one.name])}:{one.chip}" for one in machines}
-    hosts = " ".join(f"{name.replace(' ', '-')}={size}" for name, size in sizes.items())
+    hosts = " ".join(f"{one.name.replace(' ', '-')}={_memory(evidence.facts[one.name])}:{one.chip}" for one in machines)
     label = request.layout or ("the model" if len(names) == 1 else "its part of the model")
     return PlannedMemory(label, needs, f"tandem plan {shlex.quote(evidence.model)} --hosts {hosts}", answer.remedies)
 
