@@ -50,7 +50,7 @@ def test_the_table_ends_with_remedies_and_knows_tandems_own_server(tmp_path, cap
         port = own.getsockname()[1]
         assert main(["doctor", "--model", str(tmp_path / "none"), "--port", str(port)]) == 1
     text = capsys.readouterr().out
-    assert f"Tandem's own server has {port}" in text
+    assert f"Tandem serves at port {port}" in text
     assert "\n    tandem model list\n    (name" in text
     assert "is not on this machine" in text
     assert "name a model that is on this machine" in text

@@ -315,7 +315,7 @@ def test_single_machines():
     one = pair(own_port=8000)
     one.facts["a"] = structs.replace(one.facts["a"], busy_ports=[8000])
     assert [(line.verdict, line.detail) for line in judged(one) if line.check == "ports"] == [
-        ("ok", "Tandem's own server has 8000; others are free")
+        ("ok", "Tandem serves at port 8000; others are free")
     ]
     one.facts["b"] = structs.replace(one.facts["b"], busy_ports=[8000])
     assert [found.where for found in bad(one)] == ["b"]

@@ -106,7 +106,7 @@ def ports(evidence: Evidence, findings: Findings) -> str:
             look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
             remedy = evidence.on(name, look) + "   (end that, or choose another --port)"
             findings.fail(name, f"port {port} is taken{by}", remedy)
-    return f"Tandem's own server has {evidence.own_port}; others are free" if evidence.own_port else "those asked for are free"
+    return f"Tandem serves at port {evidence.own_port}; others are free" if evidence.own_port else "those asked for are free"
 
 
 def firewall(evidence: Evidence, findings: Findings) -> str:
