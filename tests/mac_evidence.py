@@ -62,7 +62,7 @@ def pair(**changes) -> Evidence:
         "a",
         "jaccl",
         "m",
-        planned=PlannedMemory("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
+        planned=PlannedMemory("its part of the model", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
         facts={"a": mac(1), "b": mac(2)},
         clocks={"b": Clock(0.01, 0.02)},
         links={ends: Transferred(None, 2e-5, 3e9) for ends in (("a", "b"), ("b", "a"))},

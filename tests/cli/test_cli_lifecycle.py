@@ -118,7 +118,7 @@ def test_a_servers_life(tandem, server):
         done.set()
         thread.join()
     table = tandem("status").stdout
-    assert "default: ready" in table and "1/2" in table and "2/2" in table
+    assert "server: ready" in table and "1 of 2" in table and "2 of 2" in table
 
     assert "engine ready" in tandem("logs").stdout
     assert len(tandem("logs", "-n", "3").stdout.splitlines()) == 3
@@ -368,7 +368,7 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
 def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys):
     monkeypatch.setattr("tandem.cli.status.known_names", lambda: [])
     assert main(["status"]) == 1
-    assert "no server runs in the background, nor at port 8000" in capsys.readouterr().out
+    assert "no server runs in the background, nor at port 8000; `tandem up demo` starts one" in capsys.readouterr().out
     monkeypatch.setattr("tandem.cli.status.ask", lambda *_: ReplicaList([ReplicaInfo(0, "ipc://x", "running", 2, 0)]))
     probe = SimpleNamespace(ask=lambda seconds: STATUS, close=lambda: None)
     monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,10 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import memory_size
 from tandem.engine.build_layout import plan_layout
 from tandem.errors import ConfigError
+from tandem.launchers.agent.trust import Peer, Trust
 from tandem.planner.explain import Named, commands
 from tandem.planner.hardware import CHIPS, GIB, machine
-from tandem.planner.hosts import Hosts, read_hosts, read_links
+from tandem.planner.hosts import Hosts, read_hosts, read_links, this_name
 from tandem.testing import tiny_model
 
 
@@ -131,9 +133,21 @@ def test_table_reasons_and_flags(model, capsys):
     hosts = ["a=2GB:m4", "b=2GB:m4"]
     assert main(["plan", model, "--hosts", *hosts, "--link", "thunderbolt5-rdma", "--layout", "pp=2 layers=4,2"]) == 0
     out = capsys.readouterr().out
-    for words in ("PP 2 (a | b)", "4 + 2", "as asked for", "Ranks in order: a, b.", "Estimates"):
+    for words in ("layers shared out (-pp 2: a | b)", "4 + 2", "as asked for", "Machines in order: a, b.", "Estimates"):
         assert words in out
+    assert "\ntandem hosts write hosts.json a b\n" in out
     assert f"tandem serve {model} --hostfile hosts.json --pipeline-parallel-size 2 --layer-split 4,2" in out
+
+
+def test_the_hosts_file_of_paired_machines_is_not_written_over(model, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    Trust("head").add("b", Peer(""))
+    Path("hosts.json").write_text("[]")
+    assert main(["plan", model, "--hosts", f"{this_name()}=2GB:m4", "b=2GB:m4", "--layout", "tp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "\ntandem hosts write plan-hosts.json localhost agent:b\n" in out
+    assert f"\ntandem serve {model} --hostfile plan-hosts.json --tensor-parallel-size 2" in out
 
 
 def test_adapters_are_counted_as_the_engine_counts_them(model, capsys):
@@ -196,7 +210,7 @@ def test_this_machine(model, capsys):
     assert main(["plan", model, "--context", "128"]) == 0
     out = capsys.readouterr().out
     assert "Without --hosts, this machine is planned for" in out
-    assert "single (" in out
+    assert "one machine (" in out
 
 
 def test_shapes_become_flags(model, capsys):

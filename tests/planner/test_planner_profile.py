@@ -132,7 +132,7 @@ def test_a_profile_brings_its_own_hosts(planned, model, tmp_path, capsys):
     assert main(["plan", model, "--profile", str(file), "--layout", "tp=2", "--context", "64"]) == 0
     out = capsys.readouterr().out
     assert "Estimates from measured figures" in out
-    assert """echo '[{"ssh": "a"}, {"ssh": "b"}]' > hosts.json""" in out
+    assert "tandem hosts write hosts.json a b\n" in out
     assert f"tandem serve {model} --hardware-profile '{file}' --hostfile hosts.json --tensor-parallel-size 2" in out
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,12 +19,16 @@ from tandem.diagnostics.doctor.checks_apple import described
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
 from tandem.diagnostics.doctor.probe_session import PROBE
+from tandem.engine.ipc_server import is_heard
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
 from tandem.planner.layouts import parse_layout
+from tandem.supervision.control_socket import control_path
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+_PLAIN = {"all_sum": "sums", "fences": "GPU waits"}
+"""Names of checks in the table, where they differ from those of --verbose and --json."""
 _MOST_PORTS = 1000
 
 
@@ -81,6 +85,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         full_hash=arguments.full_hash,
         plan=PlanRequest(arguments.layout, arguments.context, arguments.streams),
         port=arguments.port,
+        own_server=is_heard(control_path(arguments.port)),
         ports=parse_ports(arguments.ports),
     )
 
@@ -110,24 +115,24 @@ def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> No
     table.add_column("")
     table.add_column("Where", overflow="fold")
     table.add_column("Found", overflow="fold")
+    names = {} if verbose else _PLAIN
     skipped = [] if verbose else [line for line in lines if line.verdict == "skip" and not line.where]
-    for line in lines:
-        if line in skipped:
-            continue
+    shown = [replace(line, check=names.get(line.check, line.check)) for line in lines if line not in skipped]
+    for line in shown:
         table.add_row(line.check, f"[{_STYLES[line.verdict]}]{line.verdict}", escape(line.where), escape(line.detail))
     console.print(table)
     for mac in _macs(evidence):
-        console.print(
-            "{host}: {chip}, macOS {macos} ({build}), ports: {ports}, cables: {cables}, fence: {fence}".format(**mac),
-            markup=False,
-        )
+        text = "{host}: {chip}, macOS {macos} ({build}), ports: {ports}, cables: {cables}".format(**mac)
+        console.print(text + (f", fence: {mac['fence']}" if verbose else ""), markup=False)
     if skipped:
-        names = ", ".join(dict.fromkeys(line.check for line in skipped))
-        console.print(f"Does not apply here: {names} (--verbose says why).", markup=False, style="dim")
-    for line in lines:
+        console.print(f"{len(skipped)} more checks do not apply here (--verbose says why).", markup=False, style="dim")
+    for line in shown:
         if line.remedy and line.verdict in ("warn", "fail"):
             console.print(f"{line.check}{f' ({line.where})' if line.where else ''}: {line.detail}", markup=False)
-            console.print(f"    {line.remedy}", markup=False, style="bold", soft_wrap=True)
+            command, _, note = line.remedy.partition("   (")  # on a line of its own, the command runs as it is printed
+            console.print(f"    {command}", markup=False, style="bold", soft_wrap=True)
+            if note:
+                console.print(f"    ({note}", markup=False, soft_wrap=True)
     failed = sum(line.verdict == "fail" for line in lines)
     console.print(f"{failed} check(s) failed." if failed else "Nothing is wrong.")
 
@@ -145,7 +150,7 @@ def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
         "ok": not any(line.verdict == "fail" for line in lines),
         "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
         "macs": _macs(evidence),
-        "findings": [dataclasses.asdict(line) for line in lines],
+        "findings": [asdict(line) for line in lines],
         "links": links,
         "all_sum": {name: {"error": times.error, "latency_s": times.latency_s} for name, times in evidence.collected.items()},
     }

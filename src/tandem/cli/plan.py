@@ -20,10 +20,12 @@ from tandem.cli.arguments import filled_in
 from tandem.cli.screen import screen
 from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError
+from tandem.launchers.agent.link import PREFIX
+from tandem.launchers.agent.trust import Trust
 from tandem.models.kv_types import require_quantizable
-from tandem.planner.explain import Named, caveats, commands, plan_json, rate, serve_flags
+from tandem.planner.explain import LEGEND, Named, caveats, commands, in_words, plan_json, rate, serve_flags
 from tandem.planner.hardware import GIB, Machine
-from tandem.planner.hosts import Hosts, cluster_of, read_hosts, this_machine
+from tandem.planner.hosts import Hosts, cluster_of, read_hosts, this_machine, this_name
 from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.presets import Planned, copied, find, planned, planned_files, presets
@@ -61,7 +63,12 @@ def print_plan(console: Console, plan: LayoutPlan, cluster: Cluster, request: Re
     console.print(table)
     if left := len(plan.candidates) - len(rows):
         console.print(f"{left} more layouts were compared (--all shows them).", markup=False)
-    for line in (*plan.reasons, *cluster.notes, _DISCLAIMER.format(figures=_figures(machines))):
+    for line in (
+        *map(in_words, plan.reasons),
+        *([LEGEND] if len(machines) > 1 else []),
+        *cluster.notes,
+        _DISCLAIMER.format(figures=_figures(machines)),
+    ):
         console.print(line, markup=False)
     if plan.chosen is not None and plan.chosen.layout is not None:
         flags = serve_flags(plan, request, named)
@@ -72,7 +79,7 @@ def print_plan(console: Console, plan: LayoutPlan, cluster: Cluster, request: Re
     elif plan.remedies:
         console.print("Would fit:", markup=False)
         for line in plan.remedies:
-            console.print(f"- {line}", markup=False)
+            console.print(f"- {in_words(line)}", markup=False)
 
 
 def _figures(machines: Sequence[Machine]) -> str:
@@ -93,13 +100,13 @@ def _row(candidate: Candidate, plan: LayoutPlan, machines: Sequence[Machine]) ->
     prediction, layout = candidate.prediction, candidate.layout
     if prediction is None or layout is None:
         cells = ["", "", "", ""] + ([""] if plan.streams > 1 else []) + [""]
-        return [mark, escape(candidate.label), *cells, escape(candidate.reason)]
+        return [mark, escape(in_words(candidate.label)), *cells, escape(in_words(candidate.reason))]
     layers = " + ".join(_held(s) for s in layout.replicas[0])
     cells = [layers, escape(_memory(prediction, machines)), f"{prediction.step_single * 1e3:.1f}"]
     cells.append(rate(prediction.tokens_single))
     cells += [rate(prediction.tokens)] if plan.streams > 1 else []
     cells.append(f"{prediction.prefill:,.0f}")
-    return [mark, escape(candidate.label), *cells, escape(candidate.reason)]
+    return [mark, escape(in_words(candidate.label)), *cells, escape(in_words(candidate.reason))]
 
 
 def _memory(prediction: Prediction, machines: Sequence[Machine]) -> str:
@@ -107,9 +114,9 @@ def _memory(prediction: Prediction, machines: Sequence[Machine]) -> str:
 
 
 def _held(stage: Stage) -> str:
-    """Return the number of a stage's layers, with the KV heads of its machines where they differ."""
+    """Return the number of a stage's layers, with the attention heads of its machines where they differ."""
     heads = "+".join(map(str, stage.kv_heads))
-    return f"{stage.layers} (kv {heads})" if len(set(stage.kv_heads)) > 1 else str(stage.layers)
+    return f"{stage.layers} (heads {heads})" if len(set(stage.kv_heads)) > 1 else str(stage.layers)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -215,7 +222,9 @@ def _request(arguments: argparse.Namespace, model: Planned) -> Request:
 
 def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, request: Request) -> None:
     machines = cluster.machines
-    named = filled_in(Named, arguments)
+    reached = {this_name(): "localhost", **{name: PREFIX + name for name in Trust("head").peers()}}
+    new = "plan-hosts.json" if Path("hosts.json").exists() else "hosts.json"
+    named = filled_in(Named, arguments, new_hostfile=new, reached=reached)
     if arguments.json:
         serve = None if answer.chosen is None else serve_flags(answer, request, named)
         print(

@@ -79,20 +79,20 @@ def coloured(state: str) -> Text:
 
 
 def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
-    """Return a table with a row per replica; the bar shows the used part of the KV cache."""
+    """Return a table with a row per replica, whose number shows with several; the bar is the used part of the KV cache."""
     rows: list[dict[str, RenderableType | None]] = []
     for replica in replicas:
         used, total, rate = (replica.get(name) for name in ("kv_tokens_used", "kv_tokens_total", "tokens_per_s"))
         rows.append(
             {
-                "replica": str(replica["replica"]),
-                "role": replica["role"],
+                "replica": str(replica["replica"]) if len(replicas) > 1 else None,
+                "role": replica["role"] if any(one["role"] != "both" for one in replicas) else None,
                 "state": coloured(replica["state"]),
                 "pid": _text(replica.get("pid")),
                 "ranks": _text(replica.get("ranks")),
                 "running": _text(replica.get("running")),
                 "waiting": _text(replica.get("queued")),
-                "KV tokens": None if used is None else f"{used}/{total}",
+                "token room": None if used is None else f"{used} of {total}",
                 " ": None if used is None else bar(used, total or 0),
                 "tokens/s": None if rate is None else f"{rate:.1f}",
                 "restarts": str(replica.get("process_restarts", 0) + replica.get("restarts", 0)),
@@ -104,28 +104,26 @@ def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
 def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
     """Return a table with a row per rank; bars compare peak memory with the highest peak."""
     most = max((rank["peak_bytes"] for rank in ranks), default=0)
-    stages = {rank["replica"]: 0 for rank in ranks}
-    for rank in ranks:
-        stages[rank["replica"]] = max(stages[rank["replica"]], rank["stage"] + 1)
+    replicas = [rank["replica"] for rank in ranks]
     wired = any(rank.get("wired_bytes") for rank in ranks)
     return narrow_table(
         [
             {
                 "rank": str(rank["rank"]),
-                "repl": str(rank["replica"]),
-                "stage": f"{rank['stage'] + 1}/{stages[rank['replica']]}",
+                "replica": str(rank["replica"]) if len(set(replicas)) > 1 else None,
+                "part": f"{replicas[:number].count(rank['replica']) + 1} of {replicas.count(rank['replica'])}",
                 "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}",
                 "host": rank["host"],
                 "pid": str(rank["pid"]),
                 "weights": size(rank["weight_bytes"]),
                 "wired": size(rank["wired_bytes"]) if wired else None,
-                "KV": size(rank["kv_bytes"]),
+                "for tokens": size(rank["kv_bytes"]),
                 "peak": size(rank["peak_bytes"]),
                 " ": bar(rank["peak_bytes"], most),
                 "ms/step": f"{1000 * rank['step_s']:.1f}",
-                "pace": _pace(rank.get("state", "ready"), rank.get("slowdown", 1.0)),
+                "speed": _pace(rank.get("state", "ready"), rank.get("slowdown", 1.0)),
             }
-            for rank in ranks
+            for number, rank in enumerate(ranks)
         ]
     )
 

@@ -20,7 +20,7 @@ from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor_messages import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
 from tandem.supervision.control_socket import ask, control_path
-from tandem.supervision.record import Background, known_names
+from tandem.supervision.record import DEFAULT_NAME, Background, known_names
 from tandem.supervision.status_probe import StatusProbe
 from tandem.system.origin import MEND, build
 
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([as_json(look) for look in looks], indent=2))
     elif not looks:
-        print("no server runs in the background, nor at port 8000; `tandem up MODEL` starts one")
+        print("no server runs in the background, nor at port 8000; `tandem up demo` starts one")
     elif arguments.watch and can_watch(console):
         watch(Group(*map(_picture, looks)), lambda: _next_picture(arguments), console)
     else:
@@ -236,16 +236,19 @@ def _picture(look: Look) -> Group:
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""
     where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""
-    parts: list[RenderableType] = [Text(f"{look.name}: {look.state}{where}", "bold")]
+    name = "server" if look.name == DEFAULT_NAME else look.name
+    parts: list[RenderableType] = [Text(f"{name}: {look.state}{where}", "bold")]
     if look.models:
         parts.append(models_table([_model(look, model) for model in look.models]))
     if replicas := view["replicas"]:
         ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
         parts += [Text(f"rank {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
-    parts += [Text(f"replica {replica['replica']}: {replica['detail']}") for replica in replicas if replica["detail"]]
+    named = {replica["replica"]: f"replica {replica['replica']}: " if len(replicas) > 1 else "" for replica in replicas}
+    parts += [Text(f"{named[replica['replica']]}{replica['detail']}") for replica in replicas if replica["detail"]]
     parts += [Text(line, "yellow") for line in _builds(look)]
-    return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
+    alone = {"replica": None} if len(replicas) == 1 else {}
+    return Group(*parts, *event_lines([{**event, **alone} for event in view["events"][-_SHOWN_EVENTS:]]))
 
 
 def _builds(look: Look) -> list[str]:

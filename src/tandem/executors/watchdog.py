@@ -54,6 +54,8 @@ PAUSE_S = 1.0
 """Gap in seconds between two calls that counts as a pause of the engine itself."""
 SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
 """Slowdown that is reported, seconds that it must last, and minimum seconds between reports."""
+IDLE_S = 10.0
+"""Seconds without a step after which slow steps that were not reported are forgotten."""
 
 
 class Workload:
@@ -184,7 +186,7 @@ class _Step:
 
 
 class Watchdog:
-    """Watchdog of successive rank groups of an engine. The learnt pace is kept until it causes a failure.
+    """Watchdog of successive rank groups of an engine. The pace that deadlines follow is kept until it causes a failure.
 
     All times are seconds of one monotonic clock.
     """
@@ -212,7 +214,7 @@ class Watchdog:
 
     def begin(self, now: float) -> None:
         """Reset for a new rank group, which starts loading at `now`."""
-        self._ranks = [_Rank(tempo=rank.tempo) for rank in self._ranks]
+        self._ranks = [_Rank(tempo=_Tempo(slowness=rank.tempo.slowness)) for rank in self._ranks]
         self._workload = Workload()
         self._steps.clear()
         self._compiling.clear()
@@ -355,6 +357,8 @@ class Watchdog:
     def _check_pace(self, now: float) -> None:
         """Log when ranks become slow and when they recover."""
         for number, rank in enumerate(self._ranks):
+            if not (self._steps or rank.tempo.slowness.told) and now - self._done_at > IDLE_S:
+                rank.tempo.pace.recent = rank.tempo.pace.usual
             if rank.tempo.turned(now):
                 if rank.tempo.slowness.told:
                     log.log(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tandem.planner.cost import Costs
 from tandem.planner.hardware import GIB, Link, Machine
@@ -28,6 +28,10 @@ _FEW = 4
 _MOST_MEMORY = 0.95
 _STEP = 256
 """Granularity of suggested contexts in tokens."""
+_WORDS = {"DP": ("whole copies", "-dp"), "TP": ("each layer divided", "-tp"), "PP": ("layers shared out", "-pp")}
+"""Meaning of the parts of a layout's label, and the flags of `tandem serve` that ask for them."""
+_WORDS["stages"] = "layers shared out among groups", "--parallel"
+LEGEND = "-tp, +: machines compute each layer together. -pp, |: they take turns. -dp, ;: each copy answers requests of its own."
 _ANY_LINK = Link(name="any", latency=0.0, bandwidth=1e9)
 """Assumed link of added machines; memory does not depend on it."""
 
@@ -42,6 +46,18 @@ def seconds(value: float) -> str:
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def in_words(text: str) -> str:
+    """Return `text` with layouts' labels in plain words: `PP 2 (a | b)` as `layers shared out (-pp 2: a | b)`."""
+
+    def words(found: re.Match[str]) -> str:
+        parts = [part.split() for part in found[1].split(" x ")]
+        flags = " ".join(f"{_WORDS[kind][1]} {size}" for kind, size in parts)
+        return f"{', '.join(_WORDS[kind][0] for kind, _ in parts)} ({flags}{': ' if found[2] else ')'}"
+
+    label = r"((?:(?:DP|TP|PP|stages) [\d,]+(?: x )?)+)( \()?"
+    return re.sub(label, words, text).replace("single (", "one machine (").replace("kv heads", "attention heads")
 
 
 def rate(value: float) -> str:
@@ -70,14 +86,14 @@ def why_won(
     measure = {
         "latency": f"one stream gets {rate(found.tokens_single)} tokens/s ({seconds(found.step_single)} a token)",
         "throughput": f"{streams} streams get {rate(found.tokens)} tokens/s together",
-        "capacity": f"{found.capacity:,} KV tokens fit",
+        "capacity": f"{found.capacity:,} tokens fit",
     }[goal]
     rank = "as asked for" if chosen.manual else _rank(chosen, fitting, goal)
     lines = [f"{chosen.label}, {rank}: {measure}."]
     if found.collectives:
         lines.append(
             f"Of each token's {seconds(found.step_single)}, {seconds(found.communication)} are communication: "
-            f"{found.collectives} all-reduces of {seconds(found.collective)} a step."
+            f"{found.collectives} sums over the machines, {seconds(found.collective)} each."
         )
     lines.append(_fullest(found.memory, machines))
     return tuple(lines)
@@ -98,7 +114,7 @@ def _fullest(memory: Sequence[MachineMemory], machines: Sequence[Machine]) -> st
     full = max(memory, key=lambda m: m.needed / m.budget)
     return (
         f"Fullest machine: {machines[full.machine].name} with {gib(full.needed)} of {gib(full.budget)} "
-        f"(weights {gib(full.weights)}, KV {gib(full.kv)}, headroom {gib(full.headroom)})."
+        f"(weights {gib(full.weights)}, tokens {gib(full.kv)}, headroom {gib(full.headroom)})."
     )
 
 
@@ -124,18 +140,18 @@ def _cause(layout: Layout, loser: Prediction) -> str:
     stages = layout.replicas[0]
     if loser.collectives and loser.communication > _MUCH * loser.step_single:
         return (
-            f"; {loser.collectives} all-reduces of {seconds(loser.collective)} a step take "
+            f"; {loser.collectives} sums over the machines, {seconds(loser.collective)} each, take "
             f"{loser.communication / loser.step_single:.0%} of it"
         )
     if len(layout.replicas) > 1 and len(stages) == 1 and len(stages[0].machines) == 1:
         return "; each stream is answered by one machine alone"
     if len(stages) > 1:
-        return "; the stages work on a token in turn"
+        return "; the machines work on a token in turn"
     if len(layout.machines) == 1:
         return "; one machine reads all weights for every token"
     heads = stages[0].kv_heads
     if len(set(heads)) > 1 and len(set(stages[0].shares)) > 1:
-        return f"; unequal shares, kv heads {'+'.join(map(str, heads))}: all wait for the slowest"
+        return f"; unequal shares, attention heads {'+'.join(map(str, heads))}: all wait for the slowest"
     return ""
 
 
@@ -162,7 +178,7 @@ def refusal(answer: LayoutPlan) -> str:
     closest = answer.candidates[0]
     ways = "; ".join(answer.remedies) or "no single change that the planner knows is enough"
     asked = f"{answer.context:,} tokens of context for {answer.streams} stream{'s' if answer.streams > 1 else ''}"
-    return f"nothing fits {asked}; closest is {closest.label}, which {closest.reason}. Would fit: {ways}"
+    return in_words(f"nothing fits {asked}; closest is {closest.label}, which {closest.reason}. Would fit: {ways}")
 
 
 def remedies(costs: Costs, candidates: Sequence[Candidate]) -> tuple[str, ...]:
@@ -278,6 +294,10 @@ class Named:
     model: str
     revision: str | None = None
     hosts: list[str] | None = None
+    new_hostfile: str = "hosts.json"
+    """Hosts file to write for `hosts`."""
+    reached: Mapping[str, str] = field(default_factory=dict)
+    """Entries of a hosts file, by host name, for hosts that are not reached over ssh by their name."""
     hostfile: str | None = None
     profile: str | None = None
     fast_sync: str = "off"
@@ -329,10 +349,10 @@ def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], 
     serve += ["--revision", shlex.quote(named.revision)] if named.revision else []
     serve += ["--hardware-profile", shlex.quote(named.profile)] if named.profile and len(chosen) > 1 else []
     if named.hosts:
-        hosts = json.dumps([{"ssh": machines[i].name} for i in chosen])
+        hosts = [shlex.quote(named.reached.get(machines[i].name, machines[i].name)) for i in chosen]
         return [
-            f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
-            " ".join([*serve, "--hostfile hosts.json", *flags]),
+            " ".join(["tandem hosts write", named.new_hostfile, *hosts]),
+            " ".join([*serve, "--hostfile", named.new_hostfile, *flags]),
         ]
     if named.hostfile:
         where = ["--hostfile", shlex.quote(named.hostfile)]
@@ -345,13 +365,13 @@ def caveats(layout: Layout, machines: Sequence[Machine]) -> list[str]:
     """Return sentences about properties of the layout that the flags do not express."""
     lines = []
     if len(layout.machines) > 1:
-        lines.append(f"Ranks in order: {', '.join(machines[i].name for i in layout.machines)}.")
+        lines.append(f"Machines in order: {', '.join(machines[i].name for i in layout.machines)}.")
     uneven = [s for stages in layout.replicas for s in stages if _is_uneven(s.shares)]
     if uneven and not _shares(layout):
-        lines.append("The stages' machines have different shares, which one --tensor-split cannot say.")
+        lines.append("The groups' machines have different shares, which one --tensor-split cannot say.")
     splits = {tuple(s.layers for s in stages) for stages in layout.replicas}
     if len(splits) > 1:
-        lines.append("The replicas have different layer splits: start each with its own --layer-split.")
+        lines.append("The copies have different layer splits: start each with its own --layer-split.")
     return lines
 
 

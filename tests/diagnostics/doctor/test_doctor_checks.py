@@ -279,8 +279,13 @@ def test_a_copy_of_the_model_that_differs_or_is_not_there():
     [found] = bad(with_b(pair(), model=ModelFacts(None, "m is not on this machine")))
     assert "rsync -a /models/m/ b:/models/m/" in found.remedy
     assert bad(with_b(pair(weights_from_head=True), model=ModelFacts(None, "m is not on this machine"))) == []
-    [found] = bad(with_b(pair(model="org/m"), model=ModelFacts(None, "not here")))
-    assert (found.verdict, found.remedy) == ("warn", 'ssh b "tandem model get org/m"')
+    one = with_b(pair(model="org/m"), model=ModelFacts(None, "not here"))
+    assert bad(one) == []  # it is fetched when serving starts, as `a` shows that there is such a model
+    one.facts["a"] = structs.replace(one.facts["a"], model=ModelFacts(None, "not here"))
+    assert [(found.verdict, found.remedy) for found in bad(one)] == [
+        ("warn", "tandem model get org/m"),
+        ("warn", 'ssh b "tandem model get org/m"'),
+    ]
 
 
 def test_memory():
@@ -307,6 +312,13 @@ def test_single_machines():
     assert "10.254.0.2 mac2" in found.remedy
     [found] = bad(with_b(pair(), busy_ports=[32323]))
     assert (found.check, found.remedy.split("   ")[0]) == ("ports", 'ssh b "lsof -nP -iTCP:32323"')
+    one = pair(own_port=8000)
+    one.facts["a"] = structs.replace(one.facts["a"], busy_ports=[8000])
+    assert [(line.verdict, line.detail) for line in judged(one) if line.check == "ports"] == [
+        ("ok", "Tandem serves at port 8000; others are free")
+    ]
+    one.facts["b"] = structs.replace(one.facts["b"], busy_ports=[8000])
+    assert [found.where for found in bad(one)] == ["b"]
 
 
 @pytest.mark.parametrize(

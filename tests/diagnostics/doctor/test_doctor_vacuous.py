@@ -63,7 +63,7 @@ def test_a_check_whose_facts_are_missing_does_not_pass(check: DoctorCheck):
 
 def test_every_fact_that_evidence_can_hold_is_missing_above():
     """A new kind of evidence must be added to the two tests before."""
-    kept = {"hosts", "here", "backend", "model", "variables", "weights_from_head", "ray", "unreachable", "facts"}
+    kept = {"hosts", "here", "backend", "model", "variables", "weights_from_head", "own_port", "ray", "unreachable", "facts"}
     assert {field.name for field in dataclasses.fields(Evidence)} - kept == {"links", "clocks", "collected", "planned"}
 
 

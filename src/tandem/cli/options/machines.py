@@ -80,7 +80,7 @@ def add_doctor(parser: Parser) -> None:
         help="the nodes of a Ray cluster: that of "
         "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.",
     )
-    parser.add_argument("--backend", choices=BACKENDS, help="of the all_sum test; by default the hosts file's, else ring.")
+    parser.add_argument("--backend", choices=BACKENDS, help="for sums over machines; by default the hosts file's, else ring.")
     add_as_for_serve(parser, "remote_python")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="of the HTTP server, here [8000]")
     parser.add_argument("--ports", metavar="A-B", help="ports that must be free on every machine, such as 32323-32330.")
@@ -95,7 +95,7 @@ def add_doctor(parser: Parser) -> None:
     )
     add_as_for_serve(group, "weights_from")
     group.add_argument(
-        "--layout", metavar="TEXT", help='as for `tandem plan`, such as "pp=2 layers=20,16"; by default a stage for each machine.'
+        "--layout", metavar="TEXT", help='as for `tandem plan`, such as "pp=2 layers=20,16"; by default some layers for each.'
     )
     group.add_argument("--context", type=int, metavar="N", help="tokens of each stream, prompt and output [8192]")
     group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")

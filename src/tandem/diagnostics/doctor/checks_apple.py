@@ -17,8 +17,8 @@ ENABLE = (
     "shut down, hold the power button, Options > Utilities > Terminal: rdma_ctl enable"
 )
 WITHOUT_RDMA = (
-    "use --backend ring, which goes over any Thunderbolt cable or Ethernet: tandem hosts write FILE "
-    "{hosts} --over thunderbolt --backend ring"
+    "tandem hosts write ring-hosts.json {hosts} --over thunderbolt --backend ring   (goes over any Thunderbolt cable; serve with "
+    "--hostfile ring-hosts.json)"
 )
 UPDATE = "softwareupdate --install --all --restart"
 
@@ -145,7 +145,8 @@ def thunderbolt(evidence: Evidence, findings: Findings) -> str:
         kind, address = _kind_of(facts, host.address), host.address or "its address"
         kinds.add(kind)
         if kind == "wifi":
-            remedy = "tandem hosts write --over thunderbolt, with a cable between the Macs"
+            hosts = " ".join(host.name for host in evidence.carriers)
+            remedy = f"tandem hosts write cable-hosts.json {hosts} --over thunderbolt   (with a cable between the Macs)"
             findings.fail(host.name, f"{host.address} is on Wi-Fi", remedy)
         elif kind != "thunderbolt" and evidence.backend.startswith("jaccl"):
             if cable := _on_cable(facts):
@@ -197,7 +198,7 @@ def fences(evidence: Evidence, findings: Findings) -> str:
             look = evidence.on(name, f"grep -n {FAST_FENCE} ~/.zshenv ~/.zprofile ~/.zshrc")
             problem = f"{FAST_FENCE} is set there, {effect}, other programs by it"
             findings.warn(name, problem, f"{look}   (take it out, and `unset` it here)")
-    return "MLX's own, on all Macs"
+    return "as MLX has it, on all Macs"
 
 
 def _is_on(variables: Mapping[str, str]) -> bool:

@@ -100,11 +100,13 @@ def ports(evidence: Evidence, findings: Findings) -> str:
     """Check that the requested ports are free."""
     for name, facts in evidence.facts.items():
         for port in facts.busy_ports:
+            if (name, port) == (evidence.here, evidence.own_port):
+                continue
             by = f" by {owner}" if (owner := port_owner(facts, port)) else ""
             look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
             remedy = evidence.on(name, look) + "   (end that, or choose another --port)"
             findings.fail(name, f"port {port} is taken{by}", remedy)
-    return "those asked for are free"
+    return f"Tandem serves at port {evidence.own_port}; others are free" if evidence.own_port else "those asked for are free"
 
 
 def firewall(evidence: Evidence, findings: Findings) -> str:

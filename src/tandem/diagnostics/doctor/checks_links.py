@@ -30,7 +30,7 @@ def subnets(evidence: Evidence, findings: Findings) -> str:
             remedy = _readdress(evidence.facts[name], interface, str(next(fresh)[1]))
             findings.fail(name, problem, evidence.on(name, remedy))
     _twice(evidence, every, findings)
-    return "no cable's subnet clashes with the default gateway or another"
+    return "no cable has addresses of the router's network or of another"
 
 
 def _real(facts: Facts, local: bool) -> list[Interface]:
@@ -160,10 +160,11 @@ def collective(evidence: Evidence, findings: Findings) -> str:
     if evidence.backend.startswith("jaccl"):
         remedy = "wait 30 s and run this again; if it stays, restart the machines (RDMA resources may be stuck)"
     slowest: dict[int, float] = {}
+    over = "" if evidence.backend == "ring" else f" ({evidence.backend})"
     for name, times in evidence.collected.items():
         if times.error:
-            findings.fail(name, f"{evidence.backend}: {times.error}", remedy)
+            findings.fail(name, f"no sum over all machines{over}: {times.error}", remedy)
         for size, seconds in times.latency_s.items():
             slowest[int(size)] = max(slowest.get(int(size), 0.0), seconds)
     shown = ", ".join(f"{size >> 10} KiB {seconds * 1e3:.2f} ms" for size, seconds in sorted(slowest.items()))
-    return f"{evidence.backend} over {len(evidence.collected)} ranks: {shown}"
+    return f"sums over {len(evidence.collected)} machines{over} are right: {shown}"

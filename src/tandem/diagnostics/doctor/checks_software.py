@@ -68,17 +68,19 @@ def model(evidence: Evidence, findings: Findings) -> str:
     whole = {name: copy for name, copy in copies.items() if copy.path and not copy.problem}
     for name, copy in copies.items():
         if name not in whole:
-            _absent(evidence, evidence.model, name, copy, findings)
+            _absent(evidence, evidence.model, name, copy, findings, elsewhere=bool(whole))
     _different(evidence, whole, findings)
     size = max((copy.bytes for copy in whole.values()), default=0)
     return f"{evidence.model}: {size / GIB:.2f} GiB, the same on {len(whole)} machine(s)"
 
 
-def _absent(evidence: Evidence, named: str, name: str, copy: ModelFacts, findings: Findings) -> None:
+def _absent(evidence: Evidence, named: str, name: str, copy: ModelFacts, findings: Findings, *, elsewhere: bool) -> None:
     detail = copy.problem or f"{named} is not there"
     if evidence.weights_from_head and name != evidence.here:
         findings.add("ok", name, f"{detail}; it gets its part from {evidence.here}")
-    elif is_hub_id(named) or named == "demo":  # downloaded on demand
+    elif (on_demand := is_hub_id(named) or named == "demo") and elsewhere and copy.path is None:
+        findings.add("ok", name, f"{named} is not there yet; what it needs of it is fetched when serving starts")
+    elif on_demand:
         findings.warn(name, detail, evidence.on(name, f"tandem model get {named}"))
     else:
         findings.fail(name, detail, _copy(evidence, name))
@@ -99,7 +101,7 @@ def _different(evidence: Evidence, copies: Mapping[str, ModelFacts], findings: F
 
 def _copy(evidence: Evidence, name: str) -> str:
     if name == evidence.here:
-        return f"name a model that is on {name}"
+        return f"tandem model list   (name a model that is on {name})"
     here = evidence.facts.get(evidence.here)
     source = here.model.path if here and here.model and here.model.path else evidence.model
     if (agent := agent_name(name)) is not None:
@@ -120,8 +122,8 @@ def memory(evidence: Evidence, findings: Findings) -> str:
         if need.needed > need.budget:
             remedy = planned.command + (f"   ({planned.remedies[0]})" if planned.remedies else "")
             findings.fail(name, f"{text}, may use {need.budget / GIB:.2f} GiB", remedy)
-        elif need.needed > free:
+        elif need.needed > free and evidence.own_port is None:
             remedy = evidence.on(name, "ps -axo rss,comm | sort -rn | head") + "   (end what you can)"
             findings.warn(name, f"{text}, {free / GIB:.2f} GiB are free just now", remedy)
     most = max(need.needed / need.budget for need in planned.needs.values())
-    return f"{planned.label}: at most {most:.0%} of what a machine may use"
+    return f"{planned.label} needs at most {most:.0%} of what a machine may use"

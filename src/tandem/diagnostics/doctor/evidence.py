@@ -74,6 +74,7 @@ class PlannedMemory:
     """Planned memory of the layout that is checked."""
 
     label: str
+    """Subject of `needs 3 GiB`: the layout that was asked for, or what a machine holds without one."""
     needs: dict[str, Need]
     """Memory by host, without hosts that hold no rank."""
     command: str = "tandem plan"
@@ -95,6 +96,8 @@ class Evidence:
     """Environment variables for all ranks, from the hosts file."""
     weights_from_head: bool = False
     """True if ranks get their weights from this machine, so that the others need no copy."""
+    own_port: int | None = None
+    """HTTP port of the server of Tandem that runs on this machine; None without one."""
     planned: PlannedMemory | str | None = None
     """Memory plan, the reason why there is none, or None without a model."""
     ray: list[RayNode] | None = None

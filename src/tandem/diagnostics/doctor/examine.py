@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import socket
 import time
 from collections import Counter
@@ -103,6 +104,8 @@ class Question:
     plan: PlanRequest = field(default_factory=PlanRequest)
     port: int = 8000
     """Port of the HTTP server, checked on this machine."""
+    own_server: bool = False
+    """True if a server of Tandem answers at `port`."""
     ports: list[int] = field(default_factory=list)
     """Ports that must be free on every machine."""
     ray: list[RayNode] | None = None
@@ -130,6 +133,7 @@ class _Examination:
         self._probes, self._links = probes, probes.links
         hosts, variables, from_head = list(question.hosts) or [Host(HERE)], question.variables, question.weights_from_head
         self._evidence = Evidence(hosts, HERE, question.backend, question.model, variables, from_head, ray=question.ray)
+        self._evidence.own_port = question.port if question.own_server else None
 
     def run(self) -> Evidence:
         evidence = self._evidence
@@ -324,8 +328,9 @@ def planned_for(evidence: Evidence, request: PlanRequest) -> PlannedMemory | str
     if candidate.prediction is None:
         return candidate.reason
     needs = {names[memory.machine]: Need(memory.needed, memory.budget) for memory in candidate.prediction.memory}
-    hosts = " ".join(f"{planned.name}={_memory(evidence.facts[planned.name])}:{planned.chip}" for planned in machines)
-    return PlannedMemory(layout, needs, f"tandem plan {evidence.model} --hosts {hosts}", answer.remedies)
+    hosts = " ".join(f"{one.name.replace(' ', '-')}={_memory(evidence.facts[one.name])}:{one.chip}" for one in machines)
+    label = request.layout or ("the model" if len(names) == 1 else "its part of the model")
+    return PlannedMemory(label, needs, f"tandem plan {shlex.quote(evidence.model)} --hosts {hosts}", answer.remedies)
 
 
 def _memory(facts: Facts) -> str:
