@@ -68,6 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "8bit": {"kv_dtype": "8bit"},
     "drafts": {"speculative_method": "ngram"},
+    "draft model": {"draft_model": "itself"},
     "pp2": {"pipeline_parallel_size": 2},
     "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)},
     "tp2": {"tensor_parallel_size": 2},
@@ -191,7 +192,8 @@ def play(family: str, layout: str, seed: int, prompts: int, tally: Tally, direct
     model = tiny_model(directory / f"{family}-{seed}", family, dtype="float32", seed=seed)
     alone = Alone(model, LAYOUTS[layout].get("kv_dtype", ""))
     settings = {"kv_tokens": 600, "max_batch_size": 12, "prefill_chunk": 48, "prefix_cache": 0.3, "dtype": "float32"}
-    with LLM(str(model), **settings, **LAYOUTS[layout]) as llm:
+    settings |= {name: str(model) if name == "draft_model" else value for name, value in LAYOUTS[layout].items()}
+    with LLM(str(model), **settings) as llm:
         requests = requests_of(rng, prompts, min(alone.vocab, 500), f"{family}-{layout}-{seed}")
         answers = batch(llm, requests, rng, tally)
         tally.preempted += llm._session.engine.call(lambda engine: engine.scheduler.batches.preemptions).result(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from submitted import Killer, ask, check, submitted
@@ -12,6 +14,8 @@ from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.protocol.request import EngineRequest
+from tandem.runner.drafter import Drafter
+from tandem.runner.runner import Runner
 from tandem.testing import tiny_model
 
 NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4}
@@ -114,6 +118,30 @@ def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself
             if name == "free":
                 status = ask(llm, Engine.status)
                 assert 20 < 0.95 * status.draft_tokens < status.accepted_tokens
+
+
+def test_a_draft_model_reads_prompts_and_cached_prefixes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, steps = str(tiny_model(tmp_path / "a", layers=1, config={"max_position_embeddings": 1024})), [0]
+    forward, execute = Drafter._forward, Runner.execute
+
+    def fed(drafter: Drafter, tokens: mx.array, *others: Any) -> mx.array:
+        steps[-1] += tokens.size
+        return forward(drafter, tokens, *others)
+
+    def started(*given: Any) -> Any:
+        steps.append(0)
+        return execute(*given)
+
+    monkeypatch.setattr(Drafter, "_forward", fed)
+    monkeypatch.setattr(Runner, "execute", started)
+    monkeypatch.setattr("tandem.runner.drafter.CHUNK", 100)
+    prompt, params = [random.Random(3).randrange(3, 500) for _ in range(700)], PARAMS["free"]
+    with LLM(directory, draft_model=directory, num_speculative_tokens=4, prefill_chunk=64, self_check=False) as llm:
+        first, again = (llm.generate([prompt], params)[0] for _ in range(2))
+        status = ask(llm, Engine.status)
+    assert first.token_ids == again.token_ids and again.cached_tokens >= 672
+    assert sum(steps) > 1400 and max(steps) <= 64 + 100, "no step reads a whole prompt"
+    assert 20 < 0.9 * status.draft_tokens < status.accepted_tokens
 
 
 def test_a_draft_model_that_knows_nothing_is_given_up(tmp_path: Path) -> None:

@@ -9,8 +9,20 @@ import pytest
 
 from scheduler_invariants import check_prefixes
 from tandem.kv.budget import batch_positions, kv_capacity
-from tandem.kv.index import PrefixIndex, block_hashes
+from tandem.kv.index import CachedPrefix, Hit, PrefixIndex, block_hashes
 from tandem.protocol.kv_blocks import BLOCK_SIZE, checkpoint_name
+
+
+def lookup(index: PrefixIndex, prompt: list[int]) -> Hit | None:
+    return index.lookup(block_hashes(prompt[:-1]))
+
+
+def save(index: PrefixIndex, prompt: list[int]) -> CachedPrefix | None:
+    return index.save(block_hashes(prompt))
+
+
+def save_points(index: PrefixIndex, prompt: list[int], **known: int) -> list[int]:
+    return index.save_points(len(prompt), block_hashes(prompt), **known)
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -26,12 +38,12 @@ def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
     for _ in range(200):
         stem = rng.choice(stems)
         tokens = stem[: rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(0, 3 * BLOCK_SIZE))]
-        hit = index.lookup(tokens)
+        hit = lookup(index, tokens)
         usable = [common(tokens[:-1], prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in kept.values()]
         assert (hit.length if hit else 0) == max(usable, default=0)
         if hit:
             assert kept[hit.key][: hit.length] == tokens[: hit.length]
-        cached_prefix = index.save(tokens)
+        cached_prefix = save(index, tokens)
         if cached_prefix:
             kept[cached_prefix.key] = tokens[: cached_prefix.length]
         for key in index.take_evicted():
@@ -45,10 +57,10 @@ def test_a_prompt_that_gave_no_numbers_leaves_nothing_that_begins_as_it_does(tri
     index = PrefixIndex(10_000, trimmable=trimmable)
     shared, other = [1] * BLOCK_SIZE * 2, [7] * BLOCK_SIZE * 2
     for tokens in (shared, [*shared, *[2] * BLOCK_SIZE], [*shared, *[3] * BLOCK_SIZE], other):
-        assert index.save(tokens)
+        assert save(index, tokens)
     index.discard(block_hashes([*shared, *[3] * BLOCK_SIZE]))
-    assert index.lookup([*other, 5]) is not None
-    assert index.lookup([*shared, *[3] * BLOCK_SIZE, 5]) is None and index.lookup([*shared, 5]) is None
+    assert lookup(index, [*other, 5]) is not None
+    assert lookup(index, [*shared, *[3] * BLOCK_SIZE, 5]) is None and lookup(index, [*shared, 5]) is None
     check_prefixes(index)
 
 
@@ -56,26 +68,26 @@ def test_what_cannot_be_cut_is_found_at_its_exact_length_only() -> None:
     index = PrefixIndex(10_000, trimmable=False)
     tokens = list(range(BLOCK_SIZE * 3))
     assert index.save_point(len(tokens)) == BLOCK_SIZE * 2
-    assert index.save(tokens[: BLOCK_SIZE * 2])
-    hit = index.lookup(tokens)
+    assert save(index, tokens[: BLOCK_SIZE * 2])
+    hit = lookup(index, tokens)
     assert hit and hit.length == BLOCK_SIZE * 2
-    assert index.lookup(tokens[: BLOCK_SIZE + 5]) is None
+    assert lookup(index, tokens[: BLOCK_SIZE + 5]) is None
 
 
 def test_one_token_is_always_left_to_compute() -> None:
     index = PrefixIndex(10_000)
     tokens = list(range(BLOCK_SIZE * 2))
-    index.save(tokens)
-    hit = index.lookup(tokens)
+    save(index, tokens)
+    hit = lookup(index, tokens)
     assert hit and hit.length == BLOCK_SIZE
 
 
 def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -> None:
     index = PrefixIndex(BLOCK_SIZE * 4)
     prompts = [[i] * BLOCK_SIZE for i in range(4)]
-    keys = [cached_prefix.key for prompt in prompts if (cached_prefix := index.save(prompt))]
-    index.lookup([*prompts[0], 9])
-    index.save([7] * BLOCK_SIZE)
+    keys = [cached_prefix.key for prompt in prompts if (cached_prefix := save(index, prompt))]
+    lookup(index, [*prompts[0], 9])
+    save(index, [7] * BLOCK_SIZE)
     assert index.take_evicted() == [keys[1]]
     index.shrink(BLOCK_SIZE + 1)
     assert index.positions == BLOCK_SIZE * 2
@@ -88,11 +100,11 @@ def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -
 def test_a_prefix_stays_when_there_is_no_room_for_its_longer_one() -> None:
     index = PrefixIndex(1000)
     chat = list(range(BLOCK_SIZE * 10))
-    index.save(chat)
+    save(index, chat)
     assert index.reserve(block_hashes([7] * BLOCK_SIZE * 20))
-    assert index.save([*chat, *range(5000, 5000 + BLOCK_SIZE * 4)]) is None
+    assert save(index, [*chat, *range(5000, 5000 + BLOCK_SIZE * 4)]) is None
     assert index.reserve(block_hashes([8] * BLOCK_SIZE * 20)) is None
-    hit = index.lookup([*chat, 1])
+    hit = lookup(index, [*chat, 1])
     assert hit and hit.length == BLOCK_SIZE * 10 and index.take_evicted() == []
 
 
@@ -108,9 +120,9 @@ def test_a_longer_prefix_takes_its_shorter_ones_place_without_a_look_at_others()
     index._cached_prefixes = Counted()
     system = [1] * BLOCK_SIZE * 8
     for other in range(50):
-        assert index.save(system + [2 + other] * BLOCK_SIZE)
+        assert save(index, system + [2 + other] * BLOCK_SIZE)
     Counted.looks = 0
-    longer = index.save(system + [2] * BLOCK_SIZE * 2)
+    longer = save(index, system + [2] * BLOCK_SIZE * 2)
     assert longer and index.take_evicted() == ["p0"]
     assert Counted.looks < 10
     check_prefixes(index)
@@ -119,20 +131,20 @@ def test_a_longer_prefix_takes_its_shorter_ones_place_without_a_look_at_others()
 def test_room_is_spared_for_prefixes_once_prompts_share_them() -> None:
     index = PrefixIndex(BLOCK_SIZE * 8)
     for number in range(20):
-        index.lookup([number] * BLOCK_SIZE * 4)
+        lookup(index, [number] * BLOCK_SIZE * 4)
     assert index.spared == 0
     for number in range(20):
-        index.lookup([99] * BLOCK_SIZE * 2 + [number] * BLOCK_SIZE * 2)
+        lookup(index, [99] * BLOCK_SIZE * 2 + [number] * BLOCK_SIZE * 2)
     assert index.spared == BLOCK_SIZE * 4
     index.limit(BLOCK_SIZE)
-    assert index.save([5] * BLOCK_SIZE) and index.save([6] * BLOCK_SIZE * 2) is None
+    assert save(index, [5] * BLOCK_SIZE) and save(index, [6] * BLOCK_SIZE * 2) is None
     index.limit(10**6)
-    assert index.save([6] * BLOCK_SIZE * 2)
+    assert save(index, [6] * BLOCK_SIZE * 2)
 
 
 def test_off_means_off() -> None:
     index = PrefixIndex(0)
-    assert not index.enabled and index.save([1] * 100) is None and index.lookup([1] * 100) is None
+    assert not index.enabled and save(index, [1] * 100) is None and lookup(index, [1] * 100) is None
 
 
 def test_hashes_chain() -> None:
@@ -150,9 +162,9 @@ def test_capacity_and_batch_shape() -> None:
 def test_cached_prefixes_of_states_cost_more_than_their_positions() -> None:
     index = PrefixIndex(BLOCK_SIZE * 4, trimmable=False, extra=BLOCK_SIZE)
     first, second = ([n] * (BLOCK_SIZE * 2) for n in (1, 2))
-    assert index.save(first) is not None and index.positions == BLOCK_SIZE * 3
-    assert index.save(second) is not None and index.take_evicted() == ["p0"], "both do not fit"
-    assert index.save([3] * (BLOCK_SIZE * 4)) is None, "longer than the budget with its state"
+    assert save(index, first) is not None and index.positions == BLOCK_SIZE * 3
+    assert save(index, second) is not None and index.take_evicted() == ["p0"], "both do not fit"
+    assert save(index, [3] * (BLOCK_SIZE * 4)) is None, "longer than the budget with its state"
     check_prefixes(index)
     assert not PrefixIndex(BLOCK_SIZE, extra=1).enabled
     serves = [one.serves for one in (index, PrefixIndex(BLOCK_SIZE), PrefixIndex(0, extra=9), PrefixIndex(BLOCK_SIZE, extra=9))]
@@ -162,12 +174,12 @@ def test_cached_prefixes_of_states_cost_more_than_their_positions() -> None:
 def test_a_longer_prefix_takes_over_checkpoints_as_far_as_their_bytes_allow() -> None:
     index = PrefixIndex(10**6, trimmable=False, extra=10, checkpoint=100)
     chat = list(range(2000))
-    first, second = index.save(chat[:448]), index.save(chat[:640])
+    first, second = save(index, chat[:448]), save(index, chat[:640])
     assert first and second and second.takes == [(first.key, 448)] and not second.drops
     assert index.take_evicted() == [first.key]
-    hit = index.lookup(chat[:500])
+    hit = lookup(index, chat[:500])
     assert hit and (hit.key, hit.length) == (second.key, 448)
-    third = index.save(chat[:704])  # a quarter of 704 is one checkpoint: the one that was used
+    third = save(index, chat[:704])  # a quarter of 704 is one checkpoint: the one that was used
     assert third and third.takes == [(second.key, 448)]
     assert third.drops == [checkpoint_name(block_hashes(chat[:640])[-1])]
     assert index.positions == 704 + 10 + 100
@@ -179,17 +191,17 @@ def test_a_prompt_has_checkpoints_where_it_ends_forks_and_at_a_distance() -> Non
     index = PrefixIndex(10**6, trimmable=False, checkpoint=1, every=256)
     system, one = list(range(150)), list(range(1000, 1700))
     prompt = system + one
-    assert index.save_points(prompt) == [256, 512, 832]
-    for point in index.save_points(prompt):
-        assert index.save(prompt[:point])
+    assert save_points(index, prompt) == [256, 512, 832]
+    for point in save_points(index, prompt):
+        assert save(index, prompt[:point])
     other = system + list(range(3000, 3100))
-    assert index.lookup(other) is None
-    assert index.save_points(other) == [128, 192], "the second prompt with this beginning has a checkpoint at its end"
-    assert index.save_points(other, on_disk=128 + 64) == [192]
-    assert index.save_points(prompt, cached=832) == []
-    assert all(index.save(other[:point]) for point in (128, 192))
+    assert lookup(index, other) is None
+    assert save_points(index, other) == [128, 192], "the second prompt with this beginning has a checkpoint at its end"
+    assert save_points(index, other, on_disk=128 + 64) == [192]
+    assert save_points(index, prompt, cached=832) == []
+    assert all(save(index, other[:point]) for point in (128, 192))
     third = system + [7] * 100
-    hit = index.lookup(third)
-    assert hit and hit.length == 128 and index.save_points(third, cached=128) == [192]
+    hit = lookup(index, third)
+    assert hit and hit.length == 128 and save_points(index, third, cached=128) == [192]
     check_prefixes(index)
-    assert PrefixIndex(10**6).save_points(prompt) == [len(prompt)]
+    assert save_points(PrefixIndex(10**6), prompt) == [len(prompt)]

@@ -56,6 +56,7 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
     assert isinstance(got, Fetched) and not got.lost
     assert got.nbytes == 2 * KEYS.nbytes
     assert peak < 1.5 * got.nbytes
+    assert len(one._arrived["a"].arrays) == LAYERS, "the thread that computes has nothing to copy"
     for cache, expected in zip(one.take("a").revived(len(NAMES) * DISK_BLOCK_SIZE), KEYS, strict=True):
         assert cache.offset == len(NAMES) * DISK_BLOCK_SIZE
         for side, whole in zip(cache.state[:2], (expected, -expected), strict=True):

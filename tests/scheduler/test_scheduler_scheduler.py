@@ -14,7 +14,7 @@ from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import RequestError
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Output, Refused
-from tandem.protocol.kv_blocks import Survey
+from tandem.protocol.kv_blocks import BLOCK_SIZE, Survey
 from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
@@ -307,6 +307,27 @@ def test_prompts_that_begin_alike_find_their_beginning_although_the_kv_cache_is_
         answer(scheduler, plan)
     assert scheduler.prefixes.hits >= 50 if shared else scheduler.prefixes.spared == 0
     assert most >= (14 if shared else 16)
+
+
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_the_blocks_of_a_prompt_are_hashed_once_and_beside_its_chunks(trimmable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def count(tokens: list[int], salt: bytes) -> list[bytes]:
+        hashed.append(len(tokens) // BLOCK_SIZE * BLOCK_SIZE)
+        return block_hashes(tokens, salt)
+
+    monkeypatch.setattr("tandem.scheduler.sequence.block_hashes", count)
+    limits = {"vocab_size": 9000, "kv_tokens": 40_000, "max_context": 9000, "prefix_tokens": 20_000, "prefill_chunk": 512}
+    scheduler = Scheduler(make_limits(**limits, prefix_trimmable=trimmable))
+    prompt = list(range(8200))
+    scheduler.submit(EngineRequest(request_id="first", prompt=prompt, params=SamplingParams(max_tokens=3)), 1)
+    drain(scheduler)
+    assert sum(hashed) == 8192 and max(hashed) == 2048
+    hashed.clear()
+    scheduler.submit(EngineRequest(request_id="again", prompt=prompt, params=SamplingParams(max_tokens=3)), 1)
+    drain(scheduler)
+    assert sum(hashed) == 8192 and scheduler.prefixes.hits == 1 and scheduler.prefixes.hit_tokens == 8192
 
 
 def test_replay_sends_prompt_and_tokens_so_far() -> None:

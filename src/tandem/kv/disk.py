@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
-from tandem.kv.index import DiskBlockIndex, PrefixIndex, block_hashes, disk_block_names
+from tandem.kv.index import DiskBlockIndex, PrefixIndex, disk_block_names
 from tandem.protocol.kv_blocks import (
     BLOCK_SIZE,
     DISK_BLOCK_SIZE,
@@ -45,6 +45,7 @@ class Seeking(Protocol):
     """Sequence whose prefix may be read from disk."""
 
     request: EngineRequest
+    tokens: list[int]
     quarantine_record: QuarantineRecord
     finished: bool
     fetched: int
@@ -54,13 +55,8 @@ class Seeking(Protocol):
     disk_checked: bool
     """True once ranks were asked to look for its KV, written by another engine, on their disks."""
 
-    @property
-    def hashed(self) -> list[int]:
-        """Tokens as its block hashes take them."""
-
-    @property
-    def salt(self) -> bytes:
-        """Start of its block hashes."""
+    def hashes(self, length: int) -> list[bytes]:
+        """Return the hashes of the blocks of its first `length` tokens."""
 
     @property
     def whole(self) -> bool:
@@ -215,7 +211,7 @@ class DiskTier:
         sequence.fetched = 0
         if not self.on or sequence.whole or sequence.quarantine_record.suspect:
             return
-        hashes = block_hashes(sequence.hashed[:-1], sequence.salt)
+        hashes = sequence.hashes(len(sequence.tokens) - 1)
         every = disk_block_names(hashes)
         names = self._usable(every)
         told = not sequence.disk_checked and sequence.request.kept >= DISK_BLOCK_SIZE
@@ -404,7 +400,7 @@ class DiskTier:
 
     def shares(self, sequence: Seeking) -> int:
         """Return the leading positions of a prompt whose blocks are on disk, with or without a checkpoint at their end."""
-        names = disk_block_names(block_hashes(sequence.hashed, sequence.salt)) if self.on and self.checkpoints else []
+        names = disk_block_names(sequence.hashes(len(sequence.tokens))) if self.on and self.checkpoints else []
         return len(self._disk_blocks.leading(names)) * DISK_BLOCK_SIZE
 
     @property

@@ -10,10 +10,11 @@ ranks.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 
 from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE, NAME_BYTES, checkpoint_name, is_checkpoint
 
@@ -108,18 +109,19 @@ class PrefixIndex:
         """Raise the budget; a smaller one is ignored."""
         self._budget = self._room = max(budget, self._budget)
 
-    def lookup(self, tokens: Sequence[int], salt: bytes = b"") -> Hit | None:
-        """Return the longest cached prefix of `tokens` that leaves at least one token to compute; None without one."""
+    def lookup(self, hashes: Iterable[bytes]) -> Hit | None:
+        """Return the longest cached prefix of a prompt with these block hashes, which are read as far as they are known; None
+        without one. The caller leaves out the block that ends with the prompt, as one token must be computed."""
         if not self.enabled:
             return None
         self.queries += 1
         best: Hit | None = None
-        hashes = block_hashes(tokens[:-1], salt)
-        self._remember(hashes[:FIRST_BLOCKS])
-        for i, digest in enumerate(hashes):
+        rest = iter(hashes)
+        self._remember(first := list(islice(rest, FIRST_BLOCKS)))
+        for i, digest in enumerate(chain(first, rest), 1):
             keys = self._by_hash.get(digest)
             if keys:
-                best = Hit(next(reversed(keys)), (i + 1) * BLOCK_SIZE)
+                best = Hit(next(reversed(keys)), i * BLOCK_SIZE)
             elif digest not in self._known:
                 break
         if best is not None:
@@ -151,16 +153,15 @@ class PrefixIndex:
         of a disk block that leaves one token to compute."""
         return prompt_len if self._trimmable else (prompt_len - 1) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
 
-    def save_points(self, tokens: Sequence[int], salt: bytes = b"", *, cached: int = 0, on_disk: int = 0) -> list[int]:
-        """Return where to save a prompt whose first `cached` positions are restored, ascending.
+    def save_points(self, length: int, hashes: Iterable[bytes], *, cached: int = 0, on_disk: int = 0) -> list[int]:
+        """Return where to save a prompt of `length` tokens whose first `cached` positions are restored, ascending.
 
         If caches cannot be trimmed, these are also the place where it departs from known prompts, so that a third one finds
         a checkpoint there, and every so many positions. `on_disk`: leading positions whose disk blocks are known.
         """
-        last = self.save_point(len(tokens))
+        last = self.save_point(length)
         if self._trimmable:
             return [last]
-        hashes = block_hashes(tokens[:last], salt)
         known = BLOCK_SIZE * sum(1 for _ in takewhile(self._known.__contains__, hashes))
         fork = min(max(known, on_disk) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE, last)
         if fork - cached < CHECKPOINTS * self._checkpoint:
@@ -168,15 +169,14 @@ class PrefixIndex:
         between = range(self._every, last - self._every // 2, self._every) if self._every else ()
         return sorted({point for point in (fork, last, *between) if point > cached})
 
-    def save(self, tokens: Sequence[int], salt: bytes = b"") -> CachedPrefix | None:
-        """Add the prefix `tokens`, cut to whole blocks. Return None if it is cached already or does not fit.
+    def save(self, hashes: Sequence[bytes]) -> CachedPrefix | None:
+        """Add the prefix of these blocks. Return None if it is cached already or does not fit.
 
         The caller must make the ranks save it, and evict the prefixes in `take_evicted`.
         """
-        length = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+        length = len(hashes) * BLOCK_SIZE
         if not self._fits(length):
             return None
-        hashes = block_hashes(tokens[:length], salt)
         if known := self._by_hash.get(hashes[-1]):
             self._cached_prefixes.move_to_end(next(reversed(known)))
             return None
@@ -246,9 +246,8 @@ class PrefixIndex:
         """Return the cached prefixes, most recently used first."""
         return list(reversed(self._cached_prefixes.values()))
 
-    def holding(self, tokens: Sequence[int], salt: bytes = b"") -> str | None:
-        """Return the key of a cached prefix of `tokens` up to their save point; None without one."""
-        hashes = block_hashes(tokens[: self.save_point(len(tokens))], salt)
+    def holding(self, hashes: Sequence[bytes]) -> str | None:
+        """Return the key of a cached prefix of all these blocks; None without one."""
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
@@ -343,12 +342,16 @@ class PrefixIndex:
 
 def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
     """Return 16-byte hashes of the whole blocks of `tokens`; each also covers all tokens before its block, and `salt` (the
-    LoRA adapter)."""
+    LoRA adapter, or the hash of the block before the first)."""
     hashes: list[bytes] = []
     digest = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
-        block = ",".join(map(str, tokens[start : start + BLOCK_SIZE])).encode()
-        digest = hashlib.blake2b(digest + block, digest_size=NAME_BYTES).digest()
+        block = tokens[start : start + BLOCK_SIZE]
+        try:
+            content = array("I", block).tobytes()
+        except OverflowError:  # numbers of pictures
+            content = str(block).encode()
+        digest = hashlib.blake2b(digest + content, digest_size=NAME_BYTES).digest()
         hashes.append(digest)
     return hashes
 

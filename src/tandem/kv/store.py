@@ -170,9 +170,11 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
 
 
 class _Arrived:
-    """Prefix being read: blocks are copied into place as they arrive."""
+    """Prefix being read: blocks are copied into place as they arrive, and made MLX arrays by the thread that reads them."""
 
     checkpoint: list[Layer]
+    arrays: list[list[mx.array]]
+    states: list[list[mx.array]]
 
     def __init__(self, first: list[Layer], dtype: str, disk_blocks: int) -> None:
         """Allocate buffers like `first`, any disk block of the prefix, for `disk_blocks` blocks."""
@@ -193,13 +195,15 @@ class _Arrived:
                     raise ValueError("disk blocks of a prefix are not alike")
                 place[:] = side
 
-    def arrays(self) -> list[list[mx.array]]:
-        """Return MLX arrays by layer, and free the buffers one by one."""
+    def finish(self) -> None:
+        """Copy everything into MLX arrays by layer, and free the buffers one by one. The arrays hold their data and depend on
+        no stream, so another thread may take them over."""
         self.layers.reverse()
-        made = []
+        self.arrays = []
         while self.layers:
-            made.append([_array(side, self.dtype) for side in self.layers.pop()])
-        return made
+            self.arrays.append([mx.array(side) for side in self.layers.pop()])
+        self.states = [[mx.array(part) for part in layer] for layer in self.checkpoint]
+        self.checkpoint = []
 
 
 class _Span:
@@ -314,8 +318,10 @@ class KVDisk:
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
-        checkpoint = [[mx.array(part) for part in layer] for layer in arrived.checkpoint]
-        return self._layers.revived(arrived.arrays(), checkpoint, arrived.length)
+        whole = arrived.arrays
+        if arrived.dtype == "bfloat16":
+            whole = [[side.view(mx.bfloat16) for side in layer] for layer in whole]
+        return self._layers.revived(whole, arrived.states, arrived.length)
 
     def drop(self, key: str) -> None:
         """Drop the prefix fetched under this key."""
@@ -379,6 +385,8 @@ class KVDisk:
                     seldom.warning("KV disk slower than computing: computing the rest")
                     lost, arrived = order.names[number + 1 :], None
                     break
+            if arrived is not None:
+                arrived.finish()
         except (Unusable, MemoryError, ValueError) as error:
             seldom.warning("KV on disk cannot be used: %s; computing it again", str(error) or "no memory is left")
             # Later blocks are useless without this one and are stored again with it; so are blocks that do not match.
@@ -428,8 +436,3 @@ class KVDisk:
         finally:
             with self._lock:
                 self._waiting -= nbytes
-
-
-def _array(data: np.ndarray, dtype: str) -> mx.array:
-    array = mx.array(data)
-    return array.view(mx.bfloat16) if dtype == "bfloat16" else array

@@ -1,9 +1,9 @@
 """Draft model or draft head on the sampling rank: small and not split, it proposes next tokens (mlx).
 
 It gets all information from plans, and computes itself how many drafts were accepted. Its rows hold the KV of all accepted
-tokens. Tokens it has not seen, such as a prompt, are fed before drafting. A head reads each token together with the model's
-hidden state of the position before, which the runner notes. Positions whose state is missing, as after a prefix hit, are
-left out of the head's KV: only its accuracy suffers.
+tokens. It reads a prompt beside the model's own chunks, and what it lacks, as after a prefix hit, in chunks of the next steps,
+so that no step waits for all of it. A head reads each token together with the model's hidden state of the position before,
+which the runner notes. Positions whose state is missing are left out of the head's KV: only its accuracy suffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.runner.kv_store import KVStore
 from tandem.runner.mtp_head import MTPHead
 
 CHUNK = 512
-"""Maximum tokens fed in one forward pass."""
+"""Maximum tokens fed in one forward pass, and of those that a draft model lacks in one step."""
 MOST_STATES = 512
 """Maximum hidden states of a sequence that are kept for a head while no drafts are requested."""
 
@@ -130,6 +130,10 @@ class Drafter:
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
         self._known: dict[str, _Known] = {}
+        self._asked = True
+        """True unless the last plan that decoded asked for no drafts."""
+        self._room = 0
+        """Tokens that may be fed in this step before drafting."""
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +152,8 @@ class Drafter:
             first, params = int(self._head is not None), insert.params
             reads = not (params.penalised or params.structured_outputs is not None)
             self._known[insert.request_id] = _Known(list(insert.tokens), reads, first, first)
+        if plan.decode:
+            self._asked = plan.spec_decode_plan is not None and plan.spec_decode_plan.ask > 0
         if (spec := plan.spec_decode_plan) is None:
             return
         for row in spec.rows:
@@ -163,19 +169,22 @@ class Drafter:
             known.forget()
 
     def read_prompt(self, request_id: str, position: int, hidden: mx.array, row: int, count: int) -> None:
-        """Note the states of a prompt's chunk, and let a head read it."""
+        """Note the states of a prompt's chunk for a head, which reads it. A draft model reads as many tokens as the chunk has,
+        if drafts are asked for."""
         known = self._known[request_id]
-        if not known.reads:
+        if not known.reads or not (self._head is not None or self._asked):
             return
-        known.note(position, hidden, row, count)
-        known.caches = known.caches or self.stage.make_caches()
-        self._read(known, known.caches, min(len(known.tokens) - known.held, known.pending))
+        if self._head is not None:
+            known.note(position, hidden, row, count)
+            self._read(known, min(len(known.tokens) - known.held, known.pending))
+        else:
+            self._read(known, min(count, len(known.tokens) - 1 - known.held))
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
-        """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if a head has
-        read none of them."""
+        """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
+        is read so far."""
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
-        store = self._stores[plan.micro_batch]
+        store, self._room = self._stores[plan.micro_batch], CHUNK
         for request_id, tokens in sampled.items():
             known = self._known[request_id]
             taken = accepted(rows[request_id].tokens, tokens) if request_id in rows else 0
@@ -216,8 +225,11 @@ class Drafter:
         store.leave(request_id)
 
     def _catch_up(self, request_id: str, store: KVStore) -> bool:
-        """Feed a sequence's tokens until one batched step can process the rest. Return False if a head lacks its states."""
+        """Feed a sequence's tokens until one batched step can process the rest. Return False if it is not read so far, gets no
+        drafts, or a head lacks its states."""
         known = self._known[request_id]
+        if not known.reads:
+            return False
         if self._head is not None and known.pending < max(len(known.tokens) - known.held, 1):
             return False
         if request_id in store:
@@ -225,22 +237,25 @@ class Drafter:
                 store.cut(request_id, known.row_length)
                 return True
             self._set_apart(request_id, store)
-        known.caches = known.caches or self.stage.make_caches()
-        self._read(known, known.caches, len(known.tokens) - 1 - known.held)
-        if known.row_length < 1:
+        lacks = len(known.tokens) - 1 - known.held
+        self._read(known, count := min(lacks, self._room))
+        self._room -= count
+        if count < lacks or known.row_length < 1:
             return False
+        assert known.caches is not None
         store.join(request_id, known.caches, known.row_length)
         known.caches = None
         return True
 
-    def _read(self, known: _Known, caches: list[Cache], count: int) -> None:
+    def _read(self, known: _Known, count: int) -> None:
         """Feed the next `count` tokens of a sequence."""
+        known.caches = caches = known.caches or self.stage.make_caches()
         while count > 0:
             chunk = known.tokens[known.held : known.held + min(count, CHUNK)]
             states = self._states(known.read(len(chunk))) if self._head is not None else None
             self._forward(mx.array([chunk], dtype=mx.int32), caches, states)
             known.held, count = known.held + len(chunk), count - len(chunk)
-            (mx.eval if count else dispatch)([cache.state for cache in caches])
+            dispatch([cache.state for cache in caches])
 
     def _states(self, hidden: mx.array) -> mx.array:
         """Return a head's input for the model's hidden states [B, L, H]: those after its last norm."""

@@ -326,7 +326,7 @@ class Runner:
             self._sample(pending, last, [op.request_id for _, op in ends])
         if self._head:
             dispatch(hidden)  # on each rank of the stage, as its sums take all of them
-        if self._head and self.drafter is not None:
+        if self.drafter is not None:
             for row, op in enumerate(ops):
                 if op.samples and op.pooling is None:
                     self.drafter.read_prompt(op.request_id, op.start, hidden, row, op.count)

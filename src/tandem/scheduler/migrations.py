@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.kv.disk import DiskTier
-from tandem.kv.index import block_hashes
 from tandem.protocol.control import HandedOver
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp, is_checkpoint
 from tandem.scheduler.micro_batch import MicroBatch
@@ -53,7 +52,7 @@ class Migrations:
         """Schedule the migration of a new sequence after its next token, if its request has `leaves` and it can migrate."""
         if sequence.request.leaves and self._can_leave(sequence):
             end = len(sequence.tokens) - (1 if self._disk.checkpoints else 0)  # a prompt is saved before its last token
-            names = self._disk.names(block_hashes(sequence.hashed[:end], sequence.salt))
+            names = self._disk.names(sequence.hashes(end))
             self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
@@ -108,7 +107,7 @@ class Migrations:
             if migration.names is None:
                 if room <= 0 or (self._disk.checkpoints and sequence.computed % DISK_BLOCK_SIZE):
                     continue  # its states can be written in the next step that begins at the end of a block
-                migration.names = self._disk.names(block_hashes(sequence.hashed[: sequence.computed], sequence.salt))
+                migration.names = self._disk.names(sequence.hashes(sequence.computed))
             ready = [
                 (number, name)
                 for number, name in self._missing(migration)
@@ -131,7 +130,7 @@ class Migrations:
                 del self._leaving[request_id]
             elif self._may_go(migration):
                 del self._leaving[request_id]
-                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.hashed, sequence.salt))))
+                gone.append(HandedOver(request_id, self._disk.has(sequence.hashes(len(sequence.tokens)))))
                 self._finish(sequence)
         return gone
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from itertools import count, repeat
 
 from tandem.kv.disk import DiskTier
-from tandem.kv.index import PrefixIndex, block_hashes
+from tandem.kv.index import PrefixIndex
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
@@ -243,8 +243,7 @@ class Scheduler:
 
     def _commit(self, micro_batch: MicroBatch, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for op in prefill:
-            micro_batch.members[op.request_id].computed += op.count
-            micro_batch.members[op.request_id].read()
+            micro_batch.members[op.request_id].advance(op.count)
         for request_id in (*plan.sampled(), *plan.ended()):
             micro_batch.members[request_id].inflight += 1
         for group, rows in Counter([sequence.request.group for sequence in decode]).items():
@@ -272,7 +271,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
             micro_batch.members[sequence.request_id] = sequence
-            hit = None if sequence.whole else self.prefixes.lookup(sequence.hashed, sequence.salt)
+            hit = None if sequence.whole else self.prefixes.lookup(sequence.blocks(len(sequence.tokens) - 1))
             if hit is not None:
                 restores.append(SavePrefixOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(micro_batch.index, hit.length if hit else 0))
@@ -283,8 +282,8 @@ class Scheduler:
         return inserts, restores
 
     def _save_points(self, sequence: Sequence) -> list[int]:
-        on_disk = self.disk.shares(sequence)
-        return self.prefixes.save_points(sequence.hashed, sequence.salt, cached=sequence.computed, on_disk=on_disk)
+        length, on_disk = len(sequence.tokens), self.disk.shares(sequence)
+        return self.prefixes.save_points(length, sequence.blocks(length), cached=sequence.computed, on_disk=on_disk)
 
     def _first(self) -> Sequence:
         """Return the waiting sequence to admit next."""
@@ -298,7 +297,7 @@ class Scheduler:
         """Save the prompt's KV, cut to whole blocks, if this chunk reaches a save point; None otherwise."""
         if op.start + op.count not in sequence.save_points or self.batches.pressed:
             return None
-        saved = self.prefixes.save(sequence.hashed[: op.start + op.count], sequence.salt)
+        saved = self.prefixes.save(sequence.hashes(op.start + op.count))
         if saved is None:
             return None
         self.disk.delete(saved.drops)
@@ -306,8 +305,9 @@ class Scheduler:
 
     def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
         """Return the keys of prefixes to write to disk: new ones, and cached ones of warm-up requests."""
-        warmed = (micro_batch.members[op.request_id] for op in prefill if op.last)
-        old = (self.prefixes.holding(one.hashed, one.salt) for one in warmed if one.request.warms and one.request.on_disk)
+        ended = (micro_batch.members[op.request_id] for op in prefill if op.last)
+        warmed = (one for one in ended if one.request.warms and one.request.on_disk)
+        old = (self.prefixes.holding(one.hashes(self.prefixes.save_point(len(one.tokens)))) for one in warmed)
         new = ((save.key, micro_batch.members[save.request_id]) for save in saves)
         return {key for key, one in new if one.request.on_disk and one not in self.migrations} | {*filter(None, old)}
 
@@ -425,7 +425,7 @@ class Scheduler:
         """Fail a sequence with error code `why` in place of a token. Prefixes that gave non-finite logits are discarded,
         since a transient device fault may have damaged them for every request."""
         if why == NOT_FINITE:
-            hashes = block_hashes(sequence.hashed, sequence.salt)
+            hashes = sequence.hashes(len(sequence.tokens))
             self.prefixes.discard(hashes)
             self.disk.discard(hashes)
         self._finish(sequence)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from tandem.kv.index import FIRST_BLOCKS, block_hashes
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.control import Refused
+from tandem.protocol.kv_blocks import BLOCK_SIZE
 from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.pictures import hashed
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResult
 from tandem.speculation.proposers import Proposer
+
+HASHED_AT_ONCE = FIRST_BLOCKS * BLOCK_SIZE
+"""Tokens whose blocks are hashed together while a prompt is looked up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +86,8 @@ class Sequence:
     """Number of tokens that the draft model has received."""
     _prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     """Log probabilities of prompt tokens received so far."""
+    _hashes: list[bytes] = field(default_factory=list)
+    """Hashes of its first blocks, as many as were needed."""
 
     def __post_init__(self) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
@@ -95,9 +102,21 @@ class Sequence:
         return self.adapter.digest.encode() if self.adapter is not None else b""
 
     @property
-    def hashed(self) -> list[int]:
+    def _hashed(self) -> list[int]:
         """Tokens as its block hashes take them: other pictures give other KV."""
         return hashed(self.tokens, self.request.pictures) if self.request.pictures else self.tokens
+
+    def hashes(self, length: int) -> list[bytes]:
+        """Return the hashes of the blocks of its first `length` tokens. Each is computed once."""
+        known = len(self._hashes) * BLOCK_SIZE
+        if length - known >= BLOCK_SIZE:
+            self._hashes += block_hashes(self._hashed[known:length], self._hashes[-1] if known else self.salt)
+        return self._hashes[: length // BLOCK_SIZE]
+
+    def blocks(self, length: int) -> Iterator[bytes]:
+        """Yield the same hashes, computed as far as they are read."""
+        for start in range(0, length, HASHED_AT_ONCE):
+            yield from self.hashes(min(start + HASHED_AT_ONCE, length))[start // BLOCK_SIZE :]
 
     @property
     def held_back(self) -> bool:
@@ -213,6 +232,13 @@ class Sequence:
             self.told = len(self.tokens)
             if self.proposer is not None:
                 self.proposer.guessed(len(self.tokens), result.drafts[self.request_id])
+
+    def advance(self, count: int) -> None:
+        """Record that the next `count` prompt tokens are planned. They are hashed with it, if they are to be cached."""
+        self.computed += count
+        if self.save_points:
+            self.hashes(self.computed)
+        self.read()
 
     def read(self) -> None:
         """Pass the known tokens to its proposer."""

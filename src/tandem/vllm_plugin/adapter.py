@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tandem.errors import BatchDesync
 from tandem.kv.budget import batch_positions
-from tandem.kv.index import PrefixIndex
+from tandem.kv.index import PrefixIndex, block_hashes
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import (
     InsertOp,
@@ -260,7 +260,7 @@ class PlanBuilder:
         self._members[micro_batch][request_id] = None
         ops.inserts.append(InsertOp(request_id, sequence.tokens, sequence.prompt_len, sequence.params))
         ops.seeds[request_id] = sequence.seed
-        hit = self._prefixes.lookup(sequence.tokens[: computed + 1]) if computed else None
+        hit = self._prefixes.lookup(block_hashes(sequence.tokens[:computed])) if computed else None
         if hit is not None:
             ops.restores.append(SavePrefixOp(request_id, hit.key, hit.length))
             sequence.computed = hit.length
@@ -280,7 +280,7 @@ class PlanBuilder:
                 stop = save_point
             ops.prefill.append(PrefillOp(request_id, sequence.computed, stop - sequence.computed, stop == total))
             sequence.computed = stop
-            if stop == save_point and (cached_prefix := self._prefixes.save(sequence.tokens[:stop])) is not None:
+            if stop == save_point and (cached_prefix := self._prefixes.save(block_hashes(sequence.tokens[:stop]))) is not None:
                 ops.saves.append(SavePrefixOp(request_id, cached_prefix.key, cached_prefix.length, cached_prefix.takes))
         sequence.decoding = target == total
 
