@@ -132,7 +132,9 @@ def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDe
     """Return the cache bytes of one position on a rank, including its draft head's or draft model's."""
     whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
-    more += kv_bytes_per_token(description, 1, spec.dtype, gpu=gpu) if spec.mtp and spec.samples else 0
+    if spec.mtp and spec.samples:  # a layer with attention, unlike most of a hybrid's
+        elements = max((elements for _, elements in description.kv_groups), default=token_elements(description))
+        more += int(elements * compute_item(description, spec.dtype, gpu=gpu))
     shards = plan_shards(
         description,
         spec.tp_size,
