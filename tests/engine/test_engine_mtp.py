@@ -72,7 +72,7 @@ def change(directory: Path, changed: dict[str, mx.array | None]) -> None:
     mx.save_safetensors(str(path), {name: one for name, one in {**arrays, **changed}.items() if one is not None})
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "qwen3_next"])
 def test_a_head_that_is_right_is_always_accepted_after_prefix_hits_too(tmp_path: Path, family: str) -> None:
     directory = model(tmp_path, family, right=1.0)
     expected = plain(directory)

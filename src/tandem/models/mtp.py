@@ -14,7 +14,7 @@ from tandem.errors import BrokenModel, UnsupportedModel
 
 _BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Types that keep the head beside the model's layers, under names of its own."""
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *_BESIDE)
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", *_BESIDE)
 """Types whose heads are read."""
 JOIN = ("enorm", "hnorm", "eh_proj")
 """Modules that make the layer's input: norm of the embedding, norm of the hidden state, and the projection of both."""
