@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.json_types import JsonMapping, JsonObject
 from tandem.models.families.tiny import EOS, TINY, tiny_config
+from tandem.models.mtp import NORM, stored_name
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -104,16 +105,21 @@ def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) 
     loaded = mx.load(str(path))
     assert isinstance(loaded, dict)
     arrays: dict[str, mx.array] = dict(loaded)
-    layer, width, vocab = f"model.layers.{settings['num_hidden_layers']}.", settings["hidden_size"], settings["vocab_size"]
-    dtype, rng = arrays["model.norm.weight"].dtype, np.random.default_rng(seed)
-    one = {**settings, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    root = "language_model." if "text_config" in settings else ""
+    inner: JsonObject = settings.get("text_config", settings)
+    family, count, width, vocab = settings["model_type"], inner["num_hidden_layers"], inner["hidden_size"], inner["vocab_size"]
+    dtype, rng = arrays[f"{root}model.norm.weight"].dtype, np.random.default_rng(seed)
+    layer, first = stored_name(family, count, ""), f"{root}model.layers.0."
+    one = {**inner, "num_hidden_layers": 1, "first_k_dense_replace": 0, "full_attention_interval": 1}
+    one = {**settings, "text_config": one} if root else one
     made = _weights(one, quantized=False, seed=seed, dtype=str(dtype).removeprefix("mlx.core."))
-    first = "model.layers.0."
     arrays |= {layer + name.removeprefix(first): array for name, array in made.items() if name.startswith(first)}
-    new: dict[str, Any] = {f"{layer}{name}.weight": np.ones(width) for name in ("enorm", "hnorm", "shared_head.norm")}
-    new[f"{layer}eh_proj.weight"] = rng.standard_normal((width, 2 * width)) / width**0.5
+    join = f"{stored_name(family, count, 'eh_proj')}.weight"
+    new: dict[str, Any] = {f"{stored_name(family, count, name)}.weight": np.ones(width) for name in ("enorm", "hnorm", NORM)}
+    new[join] = rng.standard_normal((width, 2 * width)) / width**0.5
     if right is not None:
-        arrays |= {name: mx.zeros_like(array) for name, array in arrays.items() if {"o_proj", "down_proj"} & {*name.split(".")}}
+        last = {"o_proj", "down_proj", "out_proj"}
+        arrays |= {name: mx.zeros_like(array) for name, array in arrays.items() if last & {*name.split(".")}}
         embedding: np.ndarray[Any, Any] = rng.standard_normal((vocab, width))
         follower = np.full(vocab, _FIRST)
         order = _FIRST + rng.permutation(vocab - _FIRST)
@@ -121,10 +127,10 @@ def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) 
         output = rng.standard_normal((vocab, width)) / 10
         output[follower[order]] = embedding[order]
         output[:, 0], embedding[:, 0] = 0, 4 * (rng.random(vocab) >= right)  # marks the tokens after which the head is wrong
-        join = np.eye(width, 2 * width)
-        join[:, 0] = 4 * embedding[_FIRST]
-        new |= {"model.embed_tokens.weight": embedding, "lm_head.weight": output, "model.norm.weight": np.ones(width)}
-        new[f"{layer}eh_proj.weight"] = join
+        new[join] = np.eye(width, 2 * width)
+        new[join][:, 0] = 4 * embedding[_FIRST]
+        new |= {f"{root}model.embed_tokens.weight": embedding, f"{root}lm_head.weight": output}
+        new[f"{root}model.norm.weight"] = np.ones(width)
     arrays |= {name: mx.array(array).astype(dtype) for name, array in new.items()}
     mx.save_safetensors(str(path), arrays, {"format": "mlx"})
     return directory

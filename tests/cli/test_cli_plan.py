@@ -14,10 +14,11 @@ from tandem.config.sizes import memory_size
 from tandem.engine.build_layout import plan_layout
 from tandem.errors import ConfigError
 from tandem.launchers.agent.trust import Peer, Trust
+from tandem.models.footprint import rank_position, rank_states, rank_weights
 from tandem.planner.explain import Named, commands
 from tandem.planner.hardware import CHIPS, GIB, machine
 from tandem.planner.hosts import Hosts, read_hosts, read_links, this_name
-from tandem.testing import tiny_model
+from tandem.testing import add_mtp_head, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,20 @@ def test_adapters_are_counted_as_the_engine_counts_them(model, capsys):
         counted
     ) > 0
     assert "--enable-lora --max-loras 3 --max-lora-rank 8" in serve
+
+
+def test_a_draft_head_is_counted_as_the_engine_counts_it(tmp_path, capsys):
+    path = str(add_mtp_head(tiny_model(tmp_path, "qwen3_5", layers=4)))
+    hosts = ("--hosts", "a=4GB:cpu", "b=4GB:cpu", "--layout", "pp=2 layers=2,2", "--context", "128")
+    assert main(["plan", path, *hosts, "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)["candidates"]
+    stages = ParallelSettings(pipeline_parallel_size=2, layer_split=(2, 2))
+    layout = plan_layout(Settings(model=ModelSettings(model=path), parallel=stages))
+    about, ranks, memory = layout.description, layout.ranks, plan["prediction"]["memory"]
+    weights = [rank_weights(about, spec, None, gpu=False) for spec in ranks]
+    kv = [128 * rank_position(about, spec, None, gpu=False) + rank_states(about, spec, 1, gpu=False) for spec in ranks]
+    assert about.mtp_bytes > 0 and [one["weights"] for one in memory] == pytest.approx(weights, abs=1)
+    assert [one["kv"] for one in memory] == pytest.approx(kv, abs=1)
 
 
 def test_adapters_of_a_preset_are_refused_as_they_are_counted_from_files(capsys):

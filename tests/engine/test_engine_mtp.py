@@ -13,11 +13,15 @@ import pytest
 
 from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
+from tandem.checkpoints.resolve import resolve
 from tandem.engine.engine import Engine
 from tandem.errors import ModelError
-from tandem.models.footprint import rank_weights
+from tandem.loading.stage import load_stage
+from tandem.models.description import describe
+from tandem.models.footprint import rank_position, rank_weights
 from tandem.protocol.request import EngineRequest
-from tandem.testing import add_mtp_head, tiny_model
+from tandem.runner.mtp_head import load_mtp_head
+from tandem.testing import add_mtp_head, tiny_config, tiny_model
 
 MTP = {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 4}'}
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -57,6 +61,8 @@ def assert_weights_as_told(llm: LLM) -> None:
     layout = llm.engine.layout
     held = [rank.weight_bytes for rank in ask(llm, Engine.status).ranks]
     assert held == pytest.approx([rank_weights(layout.description, spec, None, gpu=False) for spec in layout.ranks], rel=0.01)
+    position = sum(ready.kv_bytes_per_token for ready in llm.engine.rank_group.ready)
+    assert position == sum(rank_position(layout.description, spec, None, gpu=False) for spec in layout.ranks)
 
 
 def change(directory: Path, changed: dict[str, mx.array | None]) -> None:
@@ -66,7 +72,7 @@ def change(directory: Path, changed: dict[str, mx.array | None]) -> None:
     mx.save_safetensors(str(path), {name: one for name, one in {**arrays, **changed}.items() if one is not None})
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "qwen3_next"])
 def test_a_head_that_is_right_is_always_accepted_after_prefix_hits_too(tmp_path: Path, family: str) -> None:
     directory = model(tmp_path, family, right=1.0)
     expected = plain(directory)
@@ -83,7 +89,7 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
 ) -> None:
     monkeypatch.setattr("tandem.speculation.proposers.TRY_AGAIN", 8)
     monkeypatch.setattr("tandem.runner.drafter.MOST_STATES", 5)  # asked again, it lacks positions
-    directory = model(tmp_path)
+    directory = add_mtp_head(tiny_model(tmp_path, "qwen3_5", layers=2, config={"tie_word_embeddings": True}))
     expected = plain(directory)
     with LLM(str(directory), prefill_chunk=16, kv_tokens=256, **MTP) as llm:
         assert [answers(llm) for _ in range(2)] == [expected] * 2
@@ -106,7 +112,9 @@ def test_prefixes_from_disk_serve_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), [("glm4_moe_lite", "pipeline"), ("glm4_moe", "tensor")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("glm4_moe_lite", "pipeline"), ("qwen3_5_moe", "pipeline"), ("qwen3_5", "tensor")]
+)
 def test_layouts_give_the_tokens_of_plain_decoding_though_a_rank_dies_between_drafts(
     tmp_path: Path, family: str, layout: str
 ) -> None:
@@ -132,6 +140,43 @@ def test_auto_takes_a_head_that_can_be_used(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING), LLM(str(directory)) as llm:
         assert ask(llm, Engine.status).speculation == "off"
     assert "The draft head is not used; tokens are decoded without guesses" in caplog.text
+
+
+def as_published(directory: Path) -> dict[str, mx.array]:
+    """Store a model of `tiny_model` as its authors store it: norms around zero, experts of the head one by one."""
+    norms = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
+    arrays: dict[str, mx.array] = {}
+    for name, array in mx.load(str(directory / "model.safetensors")).items():  # type: ignore[union-attr]
+        head = name.startswith("mtp.")
+        if name.endswith(norms) or (head and array.ndim == 1):
+            array = array - 1
+        before, found, projection = name.partition("switch_mlp.")
+        if head and found:
+            arrays |= {f"{before}experts.{i}.{projection}": one for i, one in enumerate(array)}
+        else:
+            arrays[name] = array.moveaxis(2, 1) if "conv1d" in name else array
+    mx.save_safetensors(str(directory / "model.safetensors"), arrays)
+    return arrays
+
+
+def test_a_head_is_read_as_published_and_computes_what_mlx_vlm_computes(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp")
+    rope = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100000, "partial_rotary_factor": 0.5}
+    text = tiny_config("qwen3_5_moe", layers=2)["text_config"] | {"rope_parameters": rope}
+    config = tiny_config("qwen3_5_moe", layers=2) | {"text_config": text}
+    directory = add_mtp_head(tiny_model(tmp_path, settings=config, dtype="float32"))
+    arrays, files = as_published(directory), resolve(str(directory))
+    stage = load_stage(files, describe(files), range(2), dtype="float32")
+    head = load_mtp_head(files, describe(files), stage, dequantize=False)
+
+    drafter = theirs.Qwen3_5MTPDraftModel(theirs.Qwen3_5MTPConfig(text_config={"model_type": "qwen3_5_moe_text", **text}))
+    own = drafter.sanitize({name: array for name, array in arrays.items() if name.startswith("mtp.")})
+    drafter.load_weights(list(own.items()), strict=True)
+    tokens, states = mx.array([[7, 8, 9, 300, 4]]), mx.random.normal((1, 5, text["hidden_size"]), key=mx.random.key(1))
+    embedded = arrays["language_model.model.embed_tokens.weight"][tokens]
+    expected = drafter._forward_hidden(embedded, states, drafter.make_cache(), mx.arange(5)[None])
+    found = head.join(tokens, states, head.make_caches())
+    assert mx.allclose(found, expected, atol=1e-5).item()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_the_plan_is_what_a_gpu_took(name: str) -> None:
     known = some_layers(name, layers)
     model = costs(known.description, known)
     for (start, stop), beside in zip(((0, 2), (2, len(layers))), taken, strict=True):
-        held = model.weights(WHOLE, start, stop) + model.kv(WHOLE, stop - start, 1)
+        held = model.weights(WHOLE, start, stop) + model.kv(WHOLE, start, stop, 1)
         room = model.headroom(WHOLE, 1, last=stop == len(layers), alone=stop - start == 1)
         assert (held + (beside + CUDA) * MIB) / (held + room) == pytest.approx(1, abs=0.1)
 

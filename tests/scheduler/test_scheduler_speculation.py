@@ -59,6 +59,8 @@ class FakeRanks:
     held: dict[str, int] = field(default_factory=dict)
     model: random.Random | None = None
     """Where the mistakes of a draft model come from; None without one."""
+    right: float = 0.8
+    """Share of its drafts that are right, apart from chance."""
     known: dict[str, list[int]] = field(default_factory=dict)
     """What the draft model knows of each sequence."""
     steps: int = 0
@@ -129,7 +131,7 @@ class FakeRanks:
             known += tokens[: accepted(rows.get(name, [0]), tokens) + 1]
             text = list(known)
             for _ in range(spec.ask):
-                text.append(next_token(text) if self.model.random() < 0.8 else self.model.randrange(VOCAB))
+                text.append(next_token(text) if self.model.random() < self.right else self.model.randrange(VOCAB))
             drafts[name] = text[len(known) :]
         return drafts
 
@@ -252,10 +254,30 @@ def test_a_draft_model_that_is_right_takes_fewer_steps_and_is_asked_no_more_wher
     assert 0 < sum(width > 1 for width in dear.widths) < 20
 
 
+def test_a_draft_model_that_is_hardly_ever_right_is_tried_ever_more_seldom() -> None:
+    ranks = FakeRanks(model=random.Random(1), right=0.0, seconds=lambda rows, width: 1.0 if width == 1 else 1.5)
+    requests = [cyclic(str(i), max_tokens=128) for i in range(20)]
+    run(ranks, requests, speculation=SpeculationLimits(drafts=DRAFTS, model=True), max_batch_size=1)
+    tried = [i for i, width in enumerate(ranks.widths) if width > 1]
+    assert len(tried) < 50 and 1 <= sum(i > 1200 for i in tried) < 15
+
+
+def test_a_draft_model_that_pays_is_used_though_steps_wait_for_other_programs_at_times() -> None:
+    luck = random.Random(3)
+
+    def seconds(rows: int, width: int) -> float:
+        return (1.0 if width == 1 else 1.6 + 0.1 * width) * (4 if luck.random() < 0.1 else 1)
+
+    ranks = FakeRanks(model=random.Random(1), seconds=seconds)
+    requests = [cyclic(str(i), max_tokens=128) for i in range(20)]
+    run(ranks, requests, speculation=SpeculationLimits(drafts=DRAFTS, model=True), max_batch_size=1)
+    assert sum(width > 1 for width in ranks.widths) > 0.8 * len(ranks.widths)
+
+
 def test_steps_that_cost_too_much_are_tried_and_left() -> None:
     ranks = FakeRanks(seconds=lambda rows, width: 1.0 + 5 * (width - 1))
     run(ranks, [cyclic()])
-    assert sum(width > 1 for width in ranks.widths) < 12
+    assert sum(width > 1 for width in ranks.widths) < 16
 
 
 def test_drafts_get_fewer_where_positions_cost_more() -> None:
@@ -308,14 +330,16 @@ def test_accepted_drafts_are_those_before_the_first_that_differs(row: list[int],
 def test_costs_that_are_not_known_are_those_of_the_next_narrower_step_and_old_ones_are_forgotten() -> None:
     costs = StepCosts()
     assert costs.ratio(1, 5) is None
-    for width, seconds in ((1, 9.0), (1, 1.0), (5, 9.0), (5, 3.0)):
+    for width, seconds in ((1, 0.1), (1, 9.0), (1, 1.0), (5, 0.1), (5, 3.0), (5, 9.0)):
+        assert costs.ratio(1, 5) in (None, 1.0), "one step may have waited for another program"
         costs.note(1, width, seconds)
     assert [costs.ratio(1, width) for width in (1, 3, 5, 6)] == [1.0, 1.0, 3.0, 3.0]
     assert costs.ratio(2, 5) is None
     for _ in range(RETRY + 1):
         costs.note(1, 1, 1.0)
     assert costs.ratio(1, 5) == 1.0
-    costs.note(1, 5, 2.0)
+    for _ in range(2):
+        costs.note(1, 5, 2.0)
     for _ in range(RETRY + 1):
         costs.note(1, 1, 1.0)
     assert costs.ratio(1, 5) == 2.0, "each trial is remembered for longer"
@@ -323,12 +347,9 @@ def test_costs_that_are_not_known_are_those_of_the_next_narrower_step_and_old_on
 
 def test_the_number_of_drafts_follows_gain_and_cost() -> None:
     costs = StepCosts()
-    for width, seconds in ((1, 1.0), (5, 2.0)):
-        costs.note(1, width, seconds)
-        costs.note(1, width, seconds)
-    for _ in range(2):
-        costs.note(1, 3, 1.6)
-        costs.note(1, 2, 1.5)
+    for _ in range(3):
+        for width, seconds in ((1, 1.0), (2, 1.5), (3, 1.6), (5, 2.0)):
+            costs.note(1, width, seconds)
     assert best_drafts([([7, 8, 9, 1], 0.95)], costs) == [[7, 8, 9, 1]]
     assert best_drafts([([7, 8, 9, 1], 0.2)], costs) is None
     assert best_drafts([([], 0.95)], costs) is None

@@ -19,7 +19,7 @@ from tandem.errors import BrokenModel, OutOfMemory
 from tandem.json_types import JsonObject
 from tandem.loading.foreign import converted, sanitized
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
-from tandem.models.description import ModelDescription, stored_bare
+from tandem.models.description import ModelDescription, part_of_tensor, stored_bare
 from tandem.models.families.table import family_of
 from tandem.models.mtp import head_tensors
 from tandem.models.quantization import read_quantization
@@ -50,9 +50,8 @@ def open_weights(
         weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
     if names is not None:
         weights = {names[name]: array for name, array in weights.items() if name in names}
-    elif head_tensors(description.family, description.num_layers, weights):  # mlx-lm's deepseek_v3 leaves out layer 61 alone
-        behind = f"model.layers.{description.num_layers}."
-        weights = {name: array for name, array in weights.items() if not name.startswith(behind)}
+    elif head_tensors(description.family, description.num_layers, weights):  # mlx-lm's `sanitize` leaves out some alone
+        weights = {name: array for name, array in weights.items() if part_of_tensor(name, description.num_layers) is not None}
     layers = family_of(description.family).layers
     if stored_bare(weights, layers):
         root = layers.partition(".")[0]

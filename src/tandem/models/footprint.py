@@ -81,16 +81,25 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
     return int(stored * expansion(description, dtype, dequantize, gpu=gpu))
 
 
+def mtp_stored(description: ModelDescription, start: int, ranks: int) -> int:
+    """Return the stored bytes of the draft head, whole, on one of the `ranks` of the last stage, whose layers begin at `start`.
+    With an embedding or output projection of its own where the rank has none or a part."""
+    embed = description.embed_bytes if start and (ranks > 1 or not description.tied_head) else 0
+    return description.mtp_bytes + embed + (description.head_bytes if ranks > 1 else 0)
+
+
+def mtp_position(description: ModelDescription, item: int) -> int:
+    """Return the cache bytes of one position in the draft head: a layer with attention, unlike most of a hybrid's."""
+    return int(max((elements for _, elements in description.kv_groups), default=token_elements(description)) * item)
+
+
 def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
     """Return the bytes in memory of all weights of a rank, with LoRA adapters, and its draft head's or draft model's."""
     expand = dequantizes(spec.dequantize, gpu=gpu)
     own = slice_bytes(description, range(*spec.layers), spec.dtype, expand, spec.share, gpu=gpu)
     own += spec.lora_elements * compute_item(description, spec.dtype, gpu=gpu)
     if spec.mtp and spec.samples:
-        # Whole, with an embedding or output projection of its own where the rank has none or a part.
-        embed = description.embed_bytes if spec.layers[0] and (spec.tp_size > 1 or not description.tied_head) else 0
-        stored = description.mtp_bytes + embed + (description.head_bytes if spec.tp_size > 1 else 0)
-        own += int(stored * expansion(description, spec.dtype, expand, gpu=gpu))
+        own += int(mtp_stored(description, spec.layers[0], spec.tp_size) * expansion(description, spec.dtype, expand, gpu=gpu))
     if draft is None:
         return own
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
@@ -132,7 +141,7 @@ def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDe
     """Return the cache bytes of one position on a rank, including its draft head's or draft model's."""
     whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
-    more += kv_bytes_per_token(description, 1, spec.dtype, gpu=gpu) if spec.mtp and spec.samples else 0
+    more += mtp_position(description, compute_item(description, spec.dtype, gpu=gpu)) if spec.mtp and spec.samples else 0
     shards = plan_shards(
         description,
         spec.tp_size,

@@ -1,4 +1,4 @@
-"""Draft heads for multi-token prediction (MTP) that checkpoints carry behind their last layer. No mlx.
+"""Draft heads for multi-token prediction (MTP) that checkpoints carry behind or beside their layers. No mlx.
 
 A head of these families is one more decoder layer. Its input joins a token's embedding with the model's hidden state of the
 position before.
@@ -6,28 +6,43 @@ position before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+_BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Types that keep the head beside the model's layers, under names of its own."""
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", *_BESIDE)
 """Types whose heads are read."""
 JOIN = ("enorm", "hnorm", "eh_proj")
 """Modules that make the layer's input: norm of the embedding, norm of the hidden state, and the projection of both."""
 NORM = "shared_head.norm"
 """Norm after the layer, before the model's own output projection."""
-_SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
-"""Copies of the model's own embedding and output projection, and computed tables: not read."""
+_NAMES = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": NORM}
+"""Names in heads of `_BESIDE` -> the other types' names."""
+_SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.", "layers.")
+"""Copies of the model's own embedding and output projection, computed tables, and layers after the first: not read."""
 
 
 def head_tensors(family: str, num_layers: int, names: Mapping[str, object]) -> dict[str, str]:
     """Return the stored names of the tensors of a checkpoint's draft head -> names below its layer; empty without one."""
-    prefix = f"model.layers.{num_layers}."
-    found = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    if family not in FAMILIES or not any(name.startswith("eh_proj.") for name in found.values()):
+    prefix = r"(?:\w+\.)*mtp\.(?:layers\.0\.)?" if family in _BESIDE else rf"model\.layers\.{num_layers}\."
+    found = {name: name[match.end() :] for name in names if (match := re.match(prefix, name))}
+    if family in _BESIDE:
+        parts = {name: short.partition(".") for name, short in found.items()}
+        found = {name: f"{_NAMES.get(first, first)}.{rest}" for name, (first, _, rest) in parts.items()}
+    if family not in FAMILIES or not any(short.startswith("eh_proj.") for short in found.values()):
         return {}
     return {name: short for name, short in found.items() if not short.startswith(_SHARED)}
+
+
+def stored_name(family: str, num_layers: int, part: str) -> str:
+    """Return the name under which checkpoints keep a module of their head."""
+    if family not in _BESIDE:
+        return f"model.layers.{num_layers}.{part}"
+    return next((f"mtp.{name}" for name, theirs in _NAMES.items() if theirs == part), f"mtp.layers.0.{part}")
 
 
 def require_head(name: str, family: str, num_layers: int, hidden_size: int, tensors: Mapping[str, TensorInfo]) -> None:
@@ -42,13 +57,13 @@ def require_head(name: str, family: str, num_layers: int, hidden_size: int, tens
     shapes = {short: tensors[stored].shape for stored, short in head_tensors(family, num_layers, tensors).items()}
     if not shapes:
         raise UnsupportedModel(
-            f"--speculative-method mtp: {name} carries no draft head (no weight model.layers.{num_layers}.eh_proj.weight); "
-            "leave it out, or name a small model with --draft-model",
+            f"--speculative-method mtp: {name} carries no draft head (no weight "
+            f"{stored_name(family, num_layers, 'eh_proj')}.weight); leave it out, or name a small model with --draft-model",
             param="speculative_method",
         )
     for part in (*JOIN, NORM, "input_layernorm"):
         shape = shapes.get(f"{part}.weight")
-        where = f"{name}: weight model.layers.{num_layers}.{part}.weight of its draft head"
+        where = f"{name}: weight {stored_name(family, num_layers, part)}.weight of its draft head"
         without = "serve it with --speculative-method none"
         if shape is None:
             raise BrokenModel(f"{where} is missing; {without}", param="speculative_method")

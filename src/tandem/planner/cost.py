@@ -143,11 +143,29 @@ class Costs:
         request = self.request
         slots = request.max_loras + 1 if request.max_loras else 0  # one of zeros
         loras = slots * request.max_lora_rank * request.lora_elements * (stop - start) * self.item(part.machine)
-        return footprint.stored_bytes(self.model, start, stop, part.share) * self.factor(part.machine) + loras
+        stored = footprint.stored_bytes(self.model, start, stop, part.share)
+        if self._drafts and stop == self.model.num_layers:  # on each rank of the stage, though one has it
+            stored += footprint.mtp_stored(self.model, start, 1 if part.share == 1 else 2)
+        return stored * self.factor(part.machine) + loras
 
-    def kv(self, part: RankShare, layers: int, streams: int) -> float:
+    @cached_property
+    def _drafts(self) -> bool:
+        """True if `--speculative-method auto` takes the checkpoint's draft head."""
+        return self.model.mtp_bytes > 0 and not self.model.no_drafts
+
+    def position(self, part: RankShare, start: int, stop: int) -> float:
+        """Return a rank's bytes of KV of one token, with the draft head's."""
+        head = self._drafts and stop == self.model.num_layers
+        own = self.kv_bytes(part) * (stop - start)
+        return own + (footprint.mtp_position(self.model, self.item(part.machine)) if head else 0)
+
+    def held_states(self, part: RankShare, layers: int, streams: int) -> float:
+        """Return a rank's bytes of recurrent state for `streams` sequences; with drafts also of the state before a step."""
+        return self.state(part, layers, streams) * (1 + self._drafts)
+
+    def kv(self, part: RankShare, start: int, stop: int, streams: int) -> float:
         """Return a rank's bytes of KV and recurrent state for `streams` sequences of the requested context."""
-        return self.kv_bytes(part) * layers * streams * self.context + self.state(part, layers, streams)
+        return self.position(part, start, stop) * streams * self.context + self.held_states(part, stop - start, streams)
 
     def headroom(self, part: RankShare, streams: int, *, last: bool, alone: bool = False) -> float:
         """Return the bytes besides weights and KV: runtime, activations of a prefill chunk, and a batch's logits.

@@ -216,7 +216,7 @@ class Solver:
 
     def _short(self, part: RankShare, start: int, stop: int, streams: int) -> float:
         costs = self.costs
-        needed = costs.weights(part, start, stop) + costs.kv(part, stop - start, streams)
+        needed = costs.weights(part, start, stop) + costs.kv(part, start, stop, streams)
         return needed + self._headroom(part, start, stop, streams) - costs.budget(part.machine)
 
     def _headroom(self, part: RankShare, start: int, stop: int, streams: int) -> float:
@@ -230,7 +230,7 @@ class Solver:
         return MachineMemory(
             machine=part.machine,
             weights=int(self.costs.weights(part, start, stop)),
-            kv=int(self.costs.kv(part, stop - start, streams)),
+            kv=int(self.costs.kv(part, start, stop, streams)),
             headroom=int(self._headroom(part, start, stop, streams)),
             budget=self.costs.budget(part.machine),
         )
@@ -239,8 +239,8 @@ class Solver:
         """Return the KV tokens that fit on a rank besides its weights."""
         free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
         free -= self._headroom(part, start, stop, streams)
-        free -= self.costs.state(part, stop - start, streams)
-        return max(0.0, free / max(self.costs.kv_bytes(part) * (stop - start), 1.0))
+        free -= self.costs.held_states(part, stop - start, streams)
+        return max(0.0, free / max(self.costs.position(part, start, stop), 1.0))
 
     def _parts(self, stage: Stage) -> list[RankShare]:
         ranks = zip(stage.machines, stage.shares, stage.kv_heads, strict=True)

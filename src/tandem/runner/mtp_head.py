@@ -5,9 +5,10 @@ The layer and the reading of its weights are mlx-lm's. Only the layer's input is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,14 +21,16 @@ from tandem.loading.build_model import build_model
 from tandem.loading.pipeline_model import PipelineModel
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.seams import patch_mlx_lm
-from tandem.loading.shard_modules import EmbeddingAsHead, at
+from tandem.loading.shard_modules import EmbeddingAsHead, at, put
 from tandem.loading.stage import Apart, StageModel
 from tandem.loading.weights import PartLoader, Weights, open_weights
-from tandem.models.description import ModelDescription
+from tandem.models.description import ModelDescription, part_of_tensor
 from tandem.models.families.table import family_of
 from tandem.models.mtp import JOIN, NORM, head_tensors
 
-_LAYER, _NORM, _EMBEDDING, _OUTPUT = "model.layers.0", "model.norm", "model.embed_tokens", "lm_head"
+_ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "full_attention_interval": 1, "mlp_only_layers": []}
+"""Entries of config.json that make a model of the head's layer: with attention, and experts where the model has some."""
+_CONVOLUTION = "linear_attn.conv1d.weight"
 
 
 class JoinedInput(nn.Module):  # type: ignore[misc]
@@ -48,23 +51,57 @@ class JoinedInput(nn.Module):  # type: ignore[misc]
         joined: mx.array = self.eh_proj(mx.concatenate([self.enorm(embedded), self.hnorm(states)], axis=-1))
         return joined
 
+    def as_linear(self, h: mx.array) -> mx.array:
+        """Map hidden states [B, L, H] to logits [B, L, V], for models whose embedding is the output projection too."""
+        logits: mx.array = self.embedding.as_linear(h)
+        return logits
+
+
+class _Paths(NamedTuple):
+    """Paths of the modules beside the layers in a model of one layer."""
+
+    layer: str
+    norm: str
+    embedding: str
+    output: str
+
+    @classmethod
+    def of(cls, layers: str) -> _Paths:
+        """Return the paths of a model whose list of layers is at `layers`."""
+        inner = layers.removesuffix("layers")
+        return cls(f"{layers}.0", f"{inner}norm", f"{inner}embed_tokens", f"{inner.removesuffix('model.')}lm_head")
+
 
 class MTPHead(StageModel):
     """Draft head, as a stage whose forward pass also reads hidden states."""
 
+    def __init__(self, pipeline_model: PipelineModel, *rest: Any) -> None:
+        """Store the head's modules: see StageModel."""
+        super().__init__(pipeline_model, *rest)
+        self._model = pipeline_model.model
+        self._paths = _Paths.of(pipeline_model.path)
+
     def join(self, tokens: mx.array, states: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
         """Return the head's hidden states [B, L, H] after its norm, for tokens [B, L] that follow `states` [B, L, H]."""
-        model = self._pipeline_model.model
-        joined: Any = at(model, _EMBEDDING)
+        joined: Any = at(self._model, self._paths.embedding)
         joined._states = [states]
-        hidden: mx.array = at(model, _NORM)(self.forward(tokens, caches))
+        hidden: mx.array = at(self._model, self._paths.norm)(self.forward(tokens, caches))
         joined._states = []
         return hidden
 
     def head(self, h: mx.array) -> mx.array:
         """Map hidden states [B, L, H] of `join` to logits [B, L, V]."""
-        logits: mx.array = at(self._pipeline_model.model, _OUTPUT)(h)
+        logits: mx.array = at(self._model, self._paths.output)(h)
         return logits
+
+
+def stacked(weights: Weights) -> Weights:
+    """Return weights with experts as one array where `sanitize` leaves them one by one, as Qwen3.5's heads have them."""
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name in list(weights):
+        if match := re.fullmatch(r"(.*)\.experts\.(\d+)\.(.*)", name):
+            experts.setdefault(f"{match[1]}.switch_mlp.{match[3]}", {})[int(match[2])] = weights.pop(name)
+    return weights | {name: mx.stack([parts[i] for i in sorted(parts)]) for name, parts in experts.items()}
 
 
 def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: StageModel, *, dequantize: bool) -> MTPHead:
@@ -72,10 +109,14 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
 
     The embedding and the output projection are the stage's own; what it lacks, or has only a part of, is loaded whole.
     """
-    config = {**read_config(files.path), "model_type": description.family, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    config = {**read_config(files.path), "model_type": description.family, **_ONE_LAYER}
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = {**config["text_config"], **_ONE_LAYER}
     model: Any = build_model(config)
     patch_mlx_lm()
     model.set_dtype(stage.dtype)
+    family = family_of(description.family)
+    paths = _Paths.of(family.layers)
     predicate = getattr(model, "cast_predicate", None)
     loader = PartLoader(
         quantization=description.quantization,
@@ -84,7 +125,7 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
         keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
         loaded=lambda nbytes: None,
     )
-    tensors, root = read_tensors(files), f"model.layers.{description.num_layers}"
+    tensors = read_tensors(files)
     modules: dict[str | int, nn.Module] = {}
 
     def load(path: str, module: nn.Module, weights: Weights, stored: str) -> nn.Module:
@@ -92,25 +133,42 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
         modules[stored] = loader.load(stored, module, own)
         return modules[stored]
 
-    def whole(path: str) -> nn.Module:
-        names = {name: name for name in tensors if name.startswith(f"{path}.")}
+    def whole(path: str, part: str) -> nn.Module:
+        names = {name: name for name in tensors if part_of_tensor(name, description.num_layers) == part}
         return load(path, at(model, path), open_weights(files, model, description, names), path)
 
     shared = stage.modules if stage.shard is None else {}
-    embedding = stage.modules[_EMBEDDING] if stage.is_first else shared.get(_EMBEDDING) or whole(_EMBEDDING)
+    embedding = (
+        stage.modules[paths.embedding] if stage.is_first else shared.get(paths.embedding) or whole(paths.embedding, "embed")
+    )
     if not description.tied_head:
-        model.lm_head = shared.get(_OUTPUT) or whole(_OUTPUT)
+        put(model, paths.output, shared.get(paths.output) or whole(paths.output, "head"))
     head = head_tensors(description.family, description.num_layers, tensors)
-    weights = open_weights(files, model, description, {name: f"{_LAYER}.{short}" for name, short in head.items()})
-    joined = JoinedInput(description.hidden_size, model.args.rms_norm_eps)
+    stored = {short: name for name, short in head.items()}
+    # `sanitize` reads the norms beside the layer as norms of a layer, and tells by a convolution how they are stored.
+    norms = {f"{name}.weight": f"{name}.input_layernorm.weight" for name in ("enorm", "hnorm", NORM)}
+    names = {name: f"model.layers.0.{norms.get(short, short)}" for name, short in head.items()}
+    names |= {name: f"model.layers.0.{_CONVOLUTION}" for name in tensors if name.endswith(_CONVOLUTION)}
+    weights = stacked(open_weights(files, model, description, names))
+    weights.pop(f"{paths.layer}.{_CONVOLUTION}", None)
+    joined = JoinedInput(description.hidden_size, at(model, paths.norm).eps)
+
+    def part(name: str, module: nn.Module) -> nn.Module:
+        path = norms.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+        return load(f"{paths.layer}.{path}", module, weights, stored[f"{name}.weight"].removesuffix(".weight"))
+
     for name in JOIN:
-        setattr(joined, name, load(f"{_LAYER}.{name}", joined[name], weights, f"{root}.{name}"))
-    model.model.norm = load(f"{_LAYER}.{NORM}", model.model.norm, weights, f"{root}.{NORM}")
-    model.model.layers = [load(_LAYER, model.model.layers[0], weights, root)]
-    joined.embedding, model.model.embed_tokens = embedding, joined
+        setattr(joined, name, part(name, joined[name]))
+    put(model, paths.norm, part(NORM, at(model, paths.norm)))
+    first = "input_layernorm.weight"
+    put(model, paths.layer, load(paths.layer, at(model, paths.layer), weights, stored[first].removesuffix(f".{first}")))
+    joined.embedding = embedding
+    put(model, paths.embedding, joined)
     if description.tied_head:
-        model.lm_head = EmbeddingAsHead(model, f"{_EMBEDDING}.embedding")
-    pipeline_model = PipelineModel(model, range(1), family_of(description.family))
+        put(model, paths.output, EmbeddingAsHead(model, paths.embedding))
+    if hasattr(model.model, "ssm_idx"):
+        model.model.ssm_idx = None  # no layer with a state
+    pipeline_model = PipelineModel(model, range(1), family)
     nbytes = sum(array.nbytes for module in modules.values() for _, array in tree_flatten(module.parameters()))
     adapters = Adapters(pipeline_model.path, description, None, stage.dtype, 0)
     return MTPHead(pipeline_model, modules, replace(description, num_layers=1), stage.dtype, nbytes, adapters)

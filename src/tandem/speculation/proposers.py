@@ -7,6 +7,7 @@ second over plain decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,12 +22,18 @@ LEARN = 0.15
 """Weight of the latest sample in the moving averages of accuracy and step cost."""
 GAIN = 1.05
 """Minimum speedup over plain decoding to use drafts, since starting them costs a pause."""
+STEADY = 0.03
+"""Weight of the latest prediction in the accuracy of a draft model over all sequences."""
+ODD = 2.0
+"""Maximum weight of one step in the average cost, in averages."""
+KNOWN = 3
+"""Steps after which their cost is known."""
 LEAST = 0.15
 """Accuracy below which a sequence gets no drafts, whatever the step costs."""
 RETRY, MOST_RETRY = 512, 16384
 """Steps before unused drafting is tried again; the interval doubles each time, up to the second value."""
 TRY_AGAIN = 64
-"""Tokens before the draft model is retried on a sequence it failed to predict; the interval doubles each time."""
+"""Tokens without drafts, of all sequences, before a draft model that failed is retried; doubles each time it fails again."""
 READ = 1024
 """Maximum prompt tokens indexed per step."""
 
@@ -73,8 +80,9 @@ class Drafting(Protocol):
 class Proposer(Protocol):
     """Source of one sequence's drafts, with their accuracy."""
 
-    hits: float
-    """Moving average of the fraction of correct predictions."""
+    @property
+    def hits(self) -> float:
+        """Expected fraction of correct predictions."""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read the sequence's tokens so far. Long prompts are read in parts, before decoding."""
@@ -89,23 +97,51 @@ class Proposer(Protocol):
         """Store a draft model's `drafts` after the sequence's `tokens` tokens."""
 
 
-class ModelProposer:
-    """Proposer for a draft model, whose drafts come with step results.
-
-    Accuracy is known only while drafts are tried. If they do not pay off, they are retried after growing intervals.
-    """
+class ModelAccuracy:
+    """Accuracy of a draft model over all sequences, and how often it is tried where it fails."""
 
     def __init__(self) -> None:
         self.hits = CREDIT
+        """Average of the fraction of correct predictions, over about `1 / STEADY` of them."""
+        self.untried = 0
+        """Tokens of sequences without drafts since the last retry."""
+        self.patience = TRY_AGAIN
+        """Value of `untried` at which the next retry is due; doubles each time one fails."""
+        self._count = 1
+
+    def note(self, right: bool) -> None:
+        """Record a prediction."""
+        self._count += 1
+        self.hits += (right - self.hits) * max(1 / self._count, STEADY)
+
+
+class ModelProposer:
+    """Proposer for a draft model, whose drafts come with step results.
+
+    Accuracy is known only while drafts are tried. If they do not pay off, they are retried after growing intervals: until the
+    first that fails.
+    """
+
+    def __init__(self, shared: ModelAccuracy) -> None:
+        """Start from the accuracy that the draft model has over all sequences."""
+        self._shared, self._own = shared, shared.hits
         self._drafts: list[int] = []
-        self._after = -1
-        self._tried_at, self._patience = 0, TRY_AGAIN
+        self._after = self._read = -1
+        self._before: float | None = None
+
+    @property
+    def hits(self) -> float:
+        """Accuracy for this sequence, half-way to that over all: few predictions of its own are a matter of luck."""
+        return (self._own + self._shared.hits) / 2
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Reset the accuracy after enough tokens without drafts, so that they are retried."""
-        if len(tokens) - self._tried_at > self._patience and self.hits < CREDIT:
-            self.hits, self._tried_at = CREDIT, len(tokens)
-            self._patience = min(2 * self._patience, MOST_RETRY)
+        """Count the tokens without drafts, and retry after enough of them."""
+        shared = self._shared
+        if self._after < self._read:
+            shared.untried += len(tokens) - self._read
+        self._read = len(tokens)
+        if shared.untried > shared.patience and self.hits < CREDIT and self._before is None:
+            shared.untried, self._before, self._own = 0, self._own, 2 * CREDIT
 
     def drafts(self, tokens: int, most: int) -> list[int]:
         """Return up to `most` drafts: see Proposer."""
@@ -113,12 +149,18 @@ class ModelProposer:
 
     def tried(self, drafts: int, accepted: int) -> None:
         """Update the accuracy: accepted drafts were right, the next one, if any, wrong."""
+        shared = self._shared
+        if self._before is not None:
+            shared.untried, self._own = 0, CREDIT if accepted else self._before
+            shared.patience = TRY_AGAIN if accepted else min(2 * shared.patience, MOST_RETRY)
+            self._before = None
         for right in [True] * accepted + [False] * (accepted < drafts):
-            self.hits += (right - self.hits) * LEARN
+            self._own += (right - self._own) * LEARN
+            shared.note(right)
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
         """Store the draft model's `drafts` after the sequence's `tokens` tokens."""
-        self._drafts, self._after, self._tried_at = drafts, tokens, tokens
+        self._drafts, self._after = drafts, tokens
 
 
 class NgramProposer:
@@ -149,12 +191,27 @@ class NgramProposer:
 
 @dataclass
 class _Cost:
-    noted: int
+    noted: int = 0
     """Index of the last recorded step."""
-    seconds: float | None = None
-    """Average cost; None after the first step, which may have compiled kernels."""
+    seconds: float = math.inf
+    """Average cost."""
+    count: int = 0
+    """Recorded steps. The first may have compiled kernels, and of the next two the shorter one counts."""
     patience: int = RETRY
     """Steps after which the cost is forgotten; doubles each time."""
+
+    @property
+    def known(self) -> float | None:
+        """Average cost; None before three steps, since one alone may have waited for another program."""
+        return self.seconds if self.count >= KNOWN else None
+
+    def note(self, seconds: float) -> None:
+        """Record a step; one that took far longer than most counts as `ODD` times the average."""
+        self.count += 1
+        if self.count > KNOWN:
+            self.seconds += (min(seconds, ODD * self.seconds) - self.seconds) * LEARN
+        elif self.count > 1:
+            self.seconds = min(self.seconds, seconds)
 
 
 class StepCosts:
@@ -168,19 +225,16 @@ class StepCosts:
         """Record that a step of `rows` rows with `width` positions each took `seconds`."""
         self._steps += 1
         costs = self._costs.setdefault(rows, {})
-        old = costs.get(width)
-        if old is None:
-            costs[width] = _Cost(self._steps)
-            return
-        if self._forgotten(old):
-            old.seconds, old.patience = None, min(2 * old.patience, MOST_RETRY)
-        old.seconds = seconds if old.seconds is None else old.seconds + (seconds - old.seconds) * LEARN
-        old.noted = self._steps
+        cost = costs.setdefault(width, _Cost(self._steps))
+        if self._forgotten(cost):
+            cost = costs[width] = _Cost(count=1, patience=min(2 * cost.patience, MOST_RETRY))
+        cost.note(seconds)
+        cost.noted = self._steps
 
     def excess(self, rows: int, seconds: float) -> float:
         """Return by how much `seconds` exceed a step of `rows` rows and width 1; 0 while that is unknown."""
-        plain = self._costs.get(rows, {}).get(1)
-        return max(seconds - plain.seconds, 0.0) if plain is not None and plain.seconds else 0.0
+        plain = self._costs.get(rows, {}).get(1, _Cost()).known
+        return max(seconds - plain, 0.0) if plain else 0.0
 
     def ratio(self, rows: int, width: int) -> float | None:
         """Return the step cost relative to a step of width 1 with as many rows; None while unknown.
@@ -188,13 +242,13 @@ class StepCosts:
         A width not tried recently is assumed to cost as much as the next narrower one.
         """
         costs = self._costs.get(rows, {})
-        plain = costs[1].seconds if 1 in costs else None
+        plain = costs.get(1, _Cost()).known
         if not plain:
             return None
         known = (
-            (other, cost.seconds / plain)
+            (other, cost.known / plain)
             for other, cost in costs.items()
-            if 1 < other <= width and cost.seconds and not self._forgotten(cost)
+            if 1 < other <= width and cost.known and not self._forgotten(cost)
         )
         return max(known, default=(1, 1.0))[1]
 
@@ -229,7 +283,7 @@ class Speculation:
 
     def __init__(self, limits: SpeculationLimits | None) -> None:
         self._limits = limits
-        self._costs = StepCosts()
+        self._costs, self._accuracy = StepCosts(), ModelAccuracy()
         self._tried: dict[int, tuple[int, int, float]] = {}
         """By micro-batch: rows, width and seconds of the last step, if it had drafts."""
         self.counts = SpeculationCounts()
@@ -250,7 +304,7 @@ class Speculation:
         params = request.params
         if self._limits is None or request.pooling or params.penalised or params.structured_outputs is not None:
             return None
-        return ModelProposer() if self._limits.model else NgramProposer(self._limits)
+        return ModelProposer(self._accuracy) if self._limits.model else NgramProposer(self._limits)
 
     def drafts(self, sequences: Sequence[Drafting], most: int) -> list[list[int]] | None:
         """Return up to `most` drafts worth trying for each of `sequences`, which decode together; None for no drafts."""
