@@ -115,8 +115,10 @@ class Layers:
     def checkpoint(self, prefix: Prefix, position: int) -> list[list[mx.array]] | None:
         """Return the arrays of a prefix's checkpoint, by layer. None if it has none there, or one of unexpected shapes."""
         layers: list[list[mx.array]] = [[] for _ in range(self._count)]
-        for (layer, *_), state in zip(self._caches, prefix.checkpoints.get(position, ()), strict=False):
+        for (layer, cache, _), state in zip(self._caches, prefix.checkpoints.get(position, ()), strict=False):
             arrays = [array for _, array in tree_flatten(state) if isinstance(array, mx.array)]
+            if type(cache) in LAST_POSITIONS:  # a row of a batch has some more, for drafts
+                arrays = [array[..., -last_positions(cache) :, :] for array in arrays]
             layers[layer] += [mx.contiguous(array).view(mx.uint8) for array in arrays]
         fits = position in prefix.checkpoints and self.fits(layers, position)
         return layers if fits else None
