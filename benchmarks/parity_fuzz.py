@@ -386,17 +386,17 @@ def main() -> None:
     # Tiny models compute faster than disks read, and steps with drafts cost as much as others.
     DiskTier._pays = lambda *_: True  # type: ignore[method-assign]
     StepCosts.ratio = lambda *_: 1.0  # type: ignore[method-assign]
-    tally, began, seed, refused = Tally(), time.monotonic(), args.seed, set()
+    tally, began, seed, refused = Tally(), time.monotonic(), args.seed, set[tuple[str, ...]]()
     while tally.prompts < args.prompts and time.monotonic() - began < args.seconds:
         rng = random.Random(seed)
-        cells = [(family, layout) for family in args.families for layout in args.layouts if (family, layout) not in refused]
+        cells = [(family, layout) for family in args.families for layout in args.layouts if layout != "mtp" or family in HEADS]
         rng.shuffle(cells)
         for family, layout in cells:
             if tally.prompts >= args.prompts or time.monotonic() - began > args.seconds:
                 break
-            others = [one for one in args.layouts if (family, one) not in refused and (one != "mtp" or family in HEADS)]
+            others = [one for one in args.layouts if one != "mtp" or family in HEADS]
             layouts = [layout, rng.choice(others)] if args.disk else [layout]
-            if layout == "mtp" and family not in HEADS:
+            if (family, *layouts) in refused:
                 continue
             where = " then ".join([family, *layouts])
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
@@ -404,7 +404,7 @@ def main() -> None:
                 try:
                     play(family, layouts, seed, args.round, tally, Path(directory), disk=args.disk)
                 except TandemError as error:
-                    refused.add((family, layout))
+                    refused.add((family, *layouts))
                     print(f"{where}: left out: {str(error).splitlines()[0][:160]}", flush=True)
                     continue
             for difference in tally.differences[known:]:

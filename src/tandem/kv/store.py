@@ -134,6 +134,22 @@ class Layers:
                 expected[layer] += shapes
         return [[tuple(array.shape) for array in layer] for layer in layers] == expected
 
+    def has_nan(self, layers: Sequence[Layer]) -> bool:
+        """Return True if a checkpoint of fitting shapes, as bytes, contains a NaN."""
+        sides = [iter(layer) for layer in layers]
+        for layer, cache, arrays in self._caches:
+            for _, kind in arrays if type(cache) not in BY_POSITION else ():
+                numbers = np.ascontiguousarray(next(sides[layer]))
+                if kind == mx.bfloat16:  # NumPy has none: exponent of ones and a mantissa
+                    found = (numbers.view(np.uint16) & 0x7FFF) > 0x7F80
+                elif mx.issubdtype(kind, mx.floating):
+                    found = np.isnan(numbers.view(f"f{kind.size}"))
+                else:
+                    continue
+                if found.any():
+                    return True
+        return False
+
     def revived(self, blocks: Sequence[Sequence[mx.array]], checkpoint: Sequence[Sequence[mx.array]], length: int) -> Prefix:
         """Return the prefix of `length` positions from arrays made by `stored` and `checkpoint`."""
         sides, others = [iter(layer) for layer in blocks], [iter(layer) for layer in checkpoint]
@@ -370,10 +386,11 @@ class KVDisk:
                 arrived = arrived or _Arrived(layers, dtype, sum(not is_checkpoint(one) for one in order.names))
                 if not is_checkpoint(name):
                     arrived.put(number, layers, dtype)
-                elif self._layers.fits(layers, arrived.length):
-                    arrived.checkpoint = layers
+                elif not self._layers.fits(layers, arrived.length) or self._layers.has_nan(layers):
+                    self._files.survey(drop=True, wanted=[name])  # else it would be found again
+                    raise Unusable("a checkpoint has a NaN or is not of its position")
                 else:
-                    raise ValueError("a checkpoint is not of its position")
+                    arrived.checkpoint = layers
                 nbytes += size
                 took, count = time.monotonic() - started, len(order.names)
                 late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0
