@@ -5,21 +5,34 @@ from __future__ import annotations
 import queue
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from tandem.kv import store
 from tandem.kv.files import DiskBlockFiles, Kind
 from tandem.kv.parts import KVSlice
+from tandem.kv.remote import Lending
 from tandem.kv.store import KVDisk, Layers
-from tandem.loading.prefix import Prefix
+from tandem.loading.prefix import Prefix, kinds_of
 from tandem.loading.stage import CacheMember
-from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.kv_blocks import (
+    DISK_BLOCK_SIZE,
+    Fetch,
+    Fetched,
+    StoreOp,
+    Survey,
+    Surveyed,
+    UseRemoteStores,
+    Written,
+    checkpoint_name,
+)
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 LAYERS, HEADS, WIDTH = 4, 2, 16
@@ -160,3 +173,100 @@ def test_disk_blocks_that_are_to_go_are_gone_once_what_waits_is_written(disk) ->
     assert reports.get(timeout=60).names == []
     other.survey()
     assert sorted(other.names()) == sorted({*NAMES} - {NAMES[3]})
+
+
+PREFIX = [*NAMES[:2], checkpoint_name(NAMES[1])]
+END = 2 * DISK_BLOCK_SIZE
+
+
+@dataclass
+class Machine:
+    """A rank with windows and states, and a disk that others can read."""
+
+    disk: KVDisk
+    files: DiskBlockFiles
+    reports: queue.SimpleQueue[Any]
+
+    def fetched(self, names: list[bytes]) -> tuple[Fetched, Prefix | None]:
+        self.disk.take_order(Fetch("prefix", names))
+        return self.reports.get(timeout=60), self.disk.take("prefix")
+
+
+def states(seed: int = 0) -> list[Any]:
+    """Attention, a window that is full, and states of two types, after two disk blocks."""
+    rng = np.random.default_rng(seed)
+
+    def some(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32))
+
+    plain, window, state = KVCache(), RotatingKVCache(48), ArraysCache(2)
+    for length in (DISK_BLOCK_SIZE, DISK_BLOCK_SIZE):
+        for one in (plain, window):
+            one.update_and_fetch(some(1, HEADS, length, WIDTH), some(1, HEADS, length, WIDTH))
+    state[0], state[1] = some(1, 3, 8).astype(mx.bfloat16), some(1, 2, 8, 8)
+    return [plain, window, state]
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+    keys, made = ClusterKeys.generate(), []
+    sides = [((1, HEADS, 1, WIDTH), mx.float32)] * 2
+    arrays: list[Any] = [sides, sides, [((1, 3, 8), mx.bfloat16), ((1, 2, 8, 8), mx.float32)]]
+    caches = [CacheMember(i, cache, held) for i, (cache, held) in enumerate(zip(states(), arrays, strict=True))]
+    layers = Layers(kinds_of(states()), caches, 3, HEADS, mx.float32, as_bytes=False)
+    for name in ("there", "here"):
+        files = DiskBlockFiles(tmp_path / name, "space", KVSlice(range(3), range(HEADS)), 1 << 30, 1 << 30, layers.kind)
+        reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        disk = KVDisk(0, files, layers, reports.put, Lending(keys, "127.0.0.1"))
+        made.append(Machine(disk, files, reports))
+    there, here = made
+    here.disk.take_order(UseRemoteStores([(there.disk.store_id, there.disk.lends)]))
+    there.disk.store(StoreOp("prefix", list(zip((0, 1, 1), PREFIX, strict=True))), Prefix.of(states(), END))
+    for _ in PREFIX:
+        assert there.reports.get(timeout=60).nbytes > 0
+    yield there, here
+    for one in made:
+        assert one.disk.close(60)
+
+
+def test_a_prefix_with_states_and_windows_is_fetched_from_another_machine(machines: tuple[Machine, Machine]) -> None:
+    there, here = machines
+    for fetches in (True, False):  # then from the own disk
+        here.disk.take_order(Survey(1))
+        got = here.reports.get(timeout=60)
+        assert sorted(got.names) == sorted(PREFIX) and len(got.lent) == len(PREFIX) * fetches
+        report, prefix = here.fetched(PREFIX)
+        assert not report.lost and (report.brought_bytes > 0) == fetches and prefix is not None
+        pairs = zip(*(Prefix.of(caches, END).arrays for caches in (states(), prefix.revived(END))), strict=True)
+        assert all(mx.array_equal(*pair).item() for pair in pairs)
+        here.disk.take_order(UseRemoteStores([]))
+
+
+@pytest.mark.parametrize("fault", ["cut", "swapped", "width", "nan", "half nan", "position"])
+def test_a_checkpoint_that_is_not_whole_is_computed_again(
+    machines: tuple[Machine, Machine], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = machines
+    name, lines = PREFIX[-1], list[str]()
+    monkeypatch.setattr(store.seldom, "warning", lambda line, *values: lines.append(line % values))
+    [path] = there.files.directory.glob(f"{name.hex()}.*")
+    found, dtype, _ = there.files.read(name)
+    layers: list[Any] = [[np.array(part) for part in layer] for layer in found]
+    if fault == "cut":
+        path.write_bytes(path.read_bytes()[:-8])
+    elif fault == "swapped":
+        path.write_bytes(next(there.files.directory.glob(f"{NAMES[0].hex()}.*")).read_bytes())
+    else:
+        if fault == "width":
+            layers[2] = [part[..., :-8] for part in layers[2]]
+        elif fault == "position":
+            layers[1] = [part[:, :, :-1] for part in layers[1]]
+        else:
+            layers[2][fault == "nan"][..., -4:] = 0xFF
+        there.files.write(name, layers, dtype)
+    here.disk.take_order(Survey(1))
+    assert name in here.reports.get(timeout=60).names
+    report, prefix = here.fetched(PREFIX)
+    assert report.lost == [name] and prefix is None
+    assert len(lines) == 1 and lines[0].endswith("; computing it again")
+    assert not list(here.files.directory.glob(f"{name.hex()}.*"))

@@ -113,12 +113,15 @@ def test_a_latent_is_counted_once_a_token_and_layer():
 
 def test_a_state_is_counted_once_a_stream():
     model = as_planned("Qwen/Qwen3.5-35B-A3B").description
+    each = 2 * 40 * model.token_elements
 
     def kv(context, streams):
         answer = plan(model, [machine("a", 2048 * GIB, "m3-ultra")], [], Request(context=context, streams=streams))
-        return answer.chosen.prediction.memory[0].kv
+        memory = answer.chosen.prediction.memory[0]
+        assert f"Each checkpoint of a cached prefix takes {memory.checkpoint / 2**20:.0f} MiB." in " ".join(answer.reasons)
+        assert memory.kv == pytest.approx(streams * (each * context + memory.checkpoint), abs=2)
+        return memory.kv
 
-    each = 2 * 40 * model.token_elements
     state = kv(1000, 1) - each * 1000
     narrow = model.state_elements - model.float32_elements
     assert state == pytest.approx(40 * (2 * narrow + 4 * model.float32_elements), abs=2)

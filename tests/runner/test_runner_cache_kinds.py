@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from stages import tiny_stage
 from tandem.errors import BatchDesync, UnsupportedModel
@@ -181,6 +181,11 @@ def test_a_prefix_is_the_same_from_the_arrays_of_its_files(stage: StageModel) ->
     layers = Layers(kinds, stage.cache_members, len(stage.layers), heads, stage.dtype, as_bytes=False)
     checkpoint = layers.checkpoint(prefix, 32)
     assert checkpoint is not None and layers.checkpoint(prefix, 64) is None
+    if any(type(one) is RotatingKVCache for one in members(stage.make_caches())):
+        rows = KVStore(stage.make_caches, drafts=3)  # with more positions of a window
+        rows.join("row", prefix.revived(32), 32)
+        of_row = layers.checkpoint(Prefix.of(rows.extract("row"), 32), 32)
+        assert of_row is not None and all(map(mx.array_equal, sum(of_row, []), sum(checkpoint, [])))
     again.caches = layers.revived(layers.stored(prefix, slice(0, 32)), checkpoint, 32).revived(32)
     assert np.array_equal(again.feed([5]), want)
 

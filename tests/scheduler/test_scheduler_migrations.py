@@ -14,6 +14,7 @@ from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.scheduler import Scheduler
+from tandem.speculation.proposers import SpeculationLimits
 
 RANKS = 2
 LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK_SIZE + 20)]
@@ -91,6 +92,19 @@ def test_what_decodes_leaves_when_all_of_its_disk_blocks_are_written() -> None:
     while ranks.step() is not None:
         scheduler.migrations.depart()
     assert scheduler.idle and scheduler.migrations.progress is None
+
+
+def test_what_has_states_drafts_nothing_until_it_leaves_at_the_end_of_a_block() -> None:
+    scheduler = make(prefix_trimmable=False, speculation=SpeculationLimits(drafts=4))
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("a", LONG), seed=1)
+    while not ranks.outputs.get("a"):
+        ranks.step()
+    sequence = scheduler.sequences["a"]
+    assert sequence.room > 0
+    ranks.leave("a")
+    assert sequence.room == 0
+    assert ranks.until_gone("a") == HandedOver("a", 3 * DISK_BLOCK_SIZE)
 
 
 def test_prompts_that_wait_to_leave_cost_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

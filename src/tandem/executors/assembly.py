@@ -203,7 +203,8 @@ def _open_disk(
     count, as_bytes = len(range(*spec.layers)), spec.kv_dtype != "auto"
     layers = Layers(kinds_of(stage.make_caches()), stage.cache_members, count, len(need.heads), stage.dtype, as_bytes=as_bytes)
     if shard is not None and layers.kind.whole:
-        log.info("KV disk: this model's states and heads serve ranks with equal parts of its layers only")
+        if shard.rank == 0:
+            log.info("KV disk: this model's states and heads serve ranks with equal parts of its layers only")
         ranges = (shard.kv_heads, shard.states)
         space += "-".join([f"-tp{shard.rank}.{shard.size}", *(f"{one.start}.{one.stop}" for one in ranges)])
         need = KVSlice(need.layers, range(shard.rank, shard.rank + 1))

@@ -115,8 +115,10 @@ class Layers:
     def checkpoint(self, prefix: Prefix, position: int) -> list[list[mx.array]] | None:
         """Return the arrays of a prefix's checkpoint, by layer. None if it has none there, or one of unexpected shapes."""
         layers: list[list[mx.array]] = [[] for _ in range(self._count)]
-        for (layer, *_), state in zip(self._caches, prefix.checkpoints.get(position, ()), strict=False):
+        for (layer, cache, _), state in zip(self._caches, prefix.checkpoints.get(position, ()), strict=False):
             arrays = [array for _, array in tree_flatten(state) if isinstance(array, mx.array)]
+            if type(cache) in LAST_POSITIONS:  # a row of a batch has some more, for drafts
+                arrays = [array[..., -last_positions(cache) :, :] for array in arrays]
             layers[layer] += [mx.contiguous(array).view(mx.uint8) for array in arrays]
         fits = position in prefix.checkpoints and self.fits(layers, position)
         return layers if fits else None
@@ -131,6 +133,22 @@ class Layers:
                     shapes = [(*shape[:2], min(position, last_positions(cache)), shape[3]) for shape in shapes]
                 expected[layer] += shapes
         return [[tuple(array.shape) for array in layer] for layer in layers] == expected
+
+    def has_nan(self, layers: Sequence[Layer]) -> bool:
+        """Return True if a checkpoint of fitting shapes, as bytes, contains a NaN."""
+        sides = [iter(layer) for layer in layers]
+        for layer, cache, arrays in self._caches:
+            for _, kind in arrays if type(cache) not in BY_POSITION else ():
+                numbers = np.ascontiguousarray(next(sides[layer]))
+                if kind == mx.bfloat16:  # NumPy has none: exponent of ones and a mantissa
+                    found = (numbers.view(np.uint16) & 0x7FFF) > 0x7F80
+                elif mx.issubdtype(kind, mx.floating):
+                    found = np.isnan(numbers.view(f"f{kind.size}"))
+                else:
+                    continue
+                if found.any():
+                    return True
+        return False
 
     def revived(self, blocks: Sequence[Sequence[mx.array]], checkpoint: Sequence[Sequence[mx.array]], length: int) -> Prefix:
         """Return the prefix of `length` positions from arrays made by `stored` and `checkpoint`."""
@@ -374,10 +392,11 @@ class KVDisk:
                 arrived = arrived or _Arrived(layers, dtype, sum(not is_checkpoint(one) for one in order.names))
                 if not is_checkpoint(name):
                     arrived.put(number, layers, dtype)
-                elif self._layers.fits(layers, arrived.length):
-                    arrived.checkpoint = layers
+                elif not self._layers.fits(layers, arrived.length) or self._layers.has_nan(layers):
+                    self._files.survey(drop=True, wanted=[name])  # else it would be found again
+                    raise Unusable("a checkpoint has a NaN or is not of its position")
                 else:
-                    raise ValueError("a checkpoint is not of its position")
+                    arrived.checkpoint = layers
                 nbytes += size
                 took, count = time.monotonic() - started, len(order.names)
                 late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0

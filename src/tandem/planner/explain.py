@@ -112,9 +112,10 @@ def _rank(chosen: Candidate, fitting: Sequence[Candidate], goal: Goal) -> str:
 
 def _fullest(memory: Sequence[MachineMemory], machines: Sequence[Machine]) -> str:
     full = max(memory, key=lambda m: m.needed / m.budget)
+    states = f" Each checkpoint of a cached prefix takes {gib(full.checkpoint)}." if full.checkpoint else ""
     return (
         f"Fullest machine: {machines[full.machine].name} with {gib(full.needed)} of {gib(full.budget)} "
-        f"(weights {gib(full.weights)}, tokens {gib(full.kv)}, headroom {gib(full.headroom)})."
+        f"(weights {gib(full.weights)}, tokens {gib(full.kv)}, headroom {gib(full.headroom)}).{states}"
     )
 
 

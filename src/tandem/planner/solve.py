@@ -233,6 +233,7 @@ class Solver:
             kv=int(self.costs.kv(part, start, stop, streams)),
             headroom=int(self._headroom(part, start, stop, streams)),
             budget=self.costs.budget(part.machine),
+            checkpoint=int(self.costs.state(part, stop - start, 1)),
         )
 
     def _capacity(self, part: RankShare, start: int, stop: int, streams: int) -> float:

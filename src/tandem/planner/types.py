@@ -111,6 +111,8 @@ class MachineMemory:
     """Activations of a prefill chunk, logits, and the runtime."""
     budget: int
     """Memory times `memory_fraction`."""
+    checkpoint: int = 0
+    """Recurrent states of one sequence, part of `kv`; each checkpoint of a cached prefix takes as much."""
 
     @property
     def needed(self) -> int:

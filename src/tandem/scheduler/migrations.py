@@ -61,6 +61,7 @@ class Migrations:
         before = self._leaving.get(sequence.request_id)
         if self._can_leave(sequence) and (before is None or before.sequence is not sequence or before.after):
             self._leaving[sequence.request_id] = _Migration(sequence)
+            sequence.departs = self._disk.checkpoints
 
     def _can_leave(self, sequence: Sequence) -> bool:
         request = sequence.request

@@ -80,6 +80,8 @@ class Sequence:
     """True if cleared of suspicion, so that it makes way for the next suspect."""
     adapter: AdapterSpec | None = None
     """LoRA adapter that it uses; None for the base."""
+    departs: bool = False
+    """True if it migrates at the end of a disk block, which drafts would pass."""
     proposer: Proposer | None = None
     """Source of its draft tokens; None without drafts."""
     told: int = 0
@@ -220,7 +222,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Maximum useful drafts in its next step; 0 without a proposer."""
-        return self.request.params.max_tokens - self.produced - 1 if self.proposer else 0
+        return self.request.params.max_tokens - self.produced - 1 if self.proposer and not self.departs else 0
 
     def untold(self) -> list[int]:
         """Return the tokens, except the last, that the draft model has not received."""
