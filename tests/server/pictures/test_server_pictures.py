@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 import random
 import threading
@@ -18,8 +17,8 @@ import anthropic
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from tokenizers import AddedToken, Tokenizer
 
+from processors import encoded, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
@@ -28,57 +27,11 @@ from tandem.server.chats import picture_fetch
 from tandem.server.chats.pictures import check_given
 from tandem.server.openai.messages import GivenPicture
 from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
-from tandem.testing import write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 
 if find_spec("mlx_vlm") is None:
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 Image = pytest.importorskip("PIL.Image")
-
-QWEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
-)
-WORDS = {
-    "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
-    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-    "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
-}
-TOKENIZER = {
-    "qwen2_5_vl": {"chat_template": QWEN},
-    "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
-    "gemma3": {
-        "chat_template": GEMMA,
-        "extra_special_tokens": {
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-    },
-}
-PROCESSOR = {
-    "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
-    "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
-    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
-}
-
-
-def see(path, kind):
-    """Write what the api reads of a checkpoint that sees."""
-    write_tokenizer(path, 480)
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[kind]])
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = json.loads((path / "tokenizer_config.json").read_text()) | TOKENIZER[kind]
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[kind]))
-    (path / "processor_config.json").write_text(json.dumps({"image_seq_length": 3, "patch_size": 4, "spatial_merge_size": 2}))
-    (path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"model_type": kind}}))
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +45,6 @@ def seeing(tmp_path_factory):
         kept["image_hosts"] = ("localhost",)
         with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
             yield live
-
-
-def encoded(image, form="PNG", **options):
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
-
-
-def noise(width=32, height=16, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
 def uri(raw, kind="image/png"):
