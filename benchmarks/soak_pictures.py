@@ -10,20 +10,25 @@ import collections
 import dataclasses
 import json
 import random
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 from harness import Server, table, tandem_server
 from soak_budgets import PLACES, storm
 from soak_requests import Outcome, Request, ask, same
 
-from processors import encoded, noise, see
+from processors import encoded, mutants, noise, see
 from seeing import IMAGE, seeing_model
 
 FAMILY = "mistral3"
 NEW = 40
 """Tokens of each answer."""
 PROMPTS = ("the red sea", "one two one two one", "a stone that is not there " * 8)
+ALONE = 2000
+"""Gaps of a stream alone."""
 COUNTS = (0, 1, 3)
 """Pictures of a request."""
 
@@ -43,11 +48,7 @@ class Found:
 
 def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) -> bool:
     """Ask for `count` answers over all layouts, and print a table; True when all is well."""
-    model = seeing_model(directory / "sees", FAMILY)
-    see(model, FAMILY, IMAGE)
-    (model / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 16}})
-    )
+    model = _model(directory)
     rows, well = [], True
     for number, (name, (flags, roles)) in enumerate(PLACES.items()):
         share, began, found = count // len(PLACES) + (number < count % len(PLACES)), time.monotonic(), Found()
@@ -67,6 +68,68 @@ def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) 
     table(("layout", "s", "kills", "answers", "pictures", "different", "lost", "asked again", "well"), rows)
     print("all is well" if well else "NOT all is well", flush=True)
     return well
+
+
+def _model(directory: Path) -> Path:
+    """Write a tiny random model that sees, with its processor."""
+    model = seeing_model(directory / "sees", FAMILY)
+    see(model, FAMILY, IMAGE)
+    (model / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 16}})
+    )
+    return model
+
+
+def damaged(directory: Path, count: int, device: str, folder: Path) -> bool:
+    """Send `count` damaged pictures beside a text stream, and print what came and the stream's gaps; True when all is well."""
+    found: collections.Counter[str] = collections.Counter()
+    odd: list[str] = []
+    log = folder / "damaged-pictures.log"
+    with tandem_server(_model(directory), 1, log=log, start_timeout=120, device=device) as server:
+        url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+        with httpx.Client(timeout=240) as client:
+
+            def send(raw: bytes, tokens: int) -> httpx.Response:
+                address = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+                parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": address}}]
+                return client.post(url, json={"messages": [{"role": "user", "content": parts}], "max_tokens": tokens})
+
+            send(encoded(noise()), 4).raise_for_status()  # the tower and a worker process are loaded
+            alone = _gaps(url, lambda gaps: len(gaps) > ALONE)
+            ended = threading.Event()
+            beside: list[float] = []
+            streaming = threading.Thread(target=lambda: beside.extend(_gaps(url, lambda _: ended.is_set())))
+            streaming.start()
+            for kind, raw in mutants(count):
+                got = send(raw, 1)
+                found[f"{kind} {got.status_code}"] += 1
+                if got.status_code != 200 and (got.status_code != 400 or "message" not in got.json().get("error", {})):
+                    odd.append(f"{kind}: {got.status_code} {got.text[:200]}")
+            ended.set()
+            streaming.join()
+        codes = server.end()
+    if "Traceback" in log.read_text(errors="replace") or codes != [0]:
+        odd.append(f"ended with {codes}, or a traceback: see {log}")
+    table(("kind and status", "pictures"), sorted(found.items()))
+    p99 = [sorted(gaps)[len(gaps) * 99 // 100] for gaps in (alone, beside)]
+    print(f"p99 gap of a text stream: {p99[0]:.4f} s alone, {p99[1]:.4f} s beside ({p99[1] / p99[0]:.2f}; {len(beside)} gaps)")
+    print("\n".join([*odd[:10], "NOT all is well" if odd else "all is well"]), flush=True)
+    return not odd
+
+
+def _gaps(url: str, over: Callable[[list[float]], bool]) -> list[float]:
+    """Return the seconds between the tokens of streams, one after the other, until it is `over`."""
+    gaps: list[float] = []
+    body = {"messages": [{"role": "user", "content": "the red sea"}], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    while not over(gaps):
+        last = 0.0
+        with httpx.stream("POST", url, json=body, timeout=240) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    now = time.monotonic()
+                    gaps += [now - last] if last else []
+                    last = now
+    return gaps
 
 
 def _stormed(server: Server, count: int, found: Found, rng: random.Random, roles: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,33 @@ def noise(width: int = 32, height: int = 16, seed: int = 0) -> Any:
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def mutants(count: int, seed: int = 7) -> Iterator[tuple[str, bytes]]:
+    """Damaged files of all kinds: bytes changed, cut out, doubled, or cut off."""
+    rng = random.Random(seed)
+    image = noise(24, 24)
+    kinds = {
+        "PNG": encoded(image),
+        "JPEG": encoded(image, "JPEG"),
+        "WEBP": encoded(image, "WEBP"),
+        "GIF": encoded(image, "GIF"),
+        "AVIF": encoded(image, "AVIF"),
+    }
+    for number in range(count):
+        kind = list(kinds)[number % len(kinds)]
+        raw = bytearray(kinds[kind])
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            place = rng.randrange(min(len(raw), 64) if rng.random() < 0.5 else len(raw))
+            how = rng.randrange(4)
+            if how == 0:
+                raw[place] ^= 1 << rng.randrange(8)
+            elif how == 1:
+                raw[place : place + 4] = rng.randbytes(4)
+            elif how == 2:
+                del raw[place : place + rng.randrange(1, 40)]
+            else:
+                raw[place:place] = raw[place : place + rng.randrange(1, 40)]
+            if not raw:
+                raw = bytearray(b"x")
+        yield kind, bytes(raw)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import random
 import threading
 import zlib
 from collections import Counter
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from processors import encoded, noise, see
+from processors import encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
@@ -374,36 +373,6 @@ def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, show
     text = tokenizer.decode(prompt.tokens, False)
     assert "sys<" in text and before + shown in text
     assert load(picture.inputs)["pixel_values"].shape == shape
-
-
-def mutants(count, seed=7):
-    """Damaged files of all kinds: bytes changed, cut out, doubled, or cut off."""
-    rng = random.Random(seed)
-    image = noise(24, 24)
-    kinds = {
-        "PNG": encoded(image),
-        "JPEG": encoded(image, "JPEG"),
-        "WEBP": encoded(image, "WEBP"),
-        "GIF": encoded(image, "GIF"),
-        "AVIF": encoded(image, "AVIF"),
-    }
-    for number in range(count):
-        kind = list(kinds)[number % len(kinds)]
-        raw = bytearray(kinds[kind])
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            place = rng.randrange(min(len(raw), 64) if rng.random() < 0.5 else len(raw))
-            how = rng.randrange(4)
-            if how == 0:
-                raw[place] ^= 1 << rng.randrange(8)
-            elif how == 1:
-                raw[place : place + 4] = rng.randbytes(4)
-            elif how == 2:
-                del raw[place : place + rng.randrange(1, 40)]
-            else:
-                raw[place:place] = raw[place : place + rng.randrange(1, 40)]
-            if not raw:
-                raw = bytearray(b"x")
-        yield kind, bytes(raw)
 
 
 @pytest.mark.parametrize("count", [40])
