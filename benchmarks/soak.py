@@ -225,6 +225,19 @@ def main() -> int:
         metavar="N",
         help="in place of a storm: N answers of ten adapters over all layouts, with kills, loads and unloads: all as undisturbed",
     )
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        metavar="N",
+        help="in place of a storm: N answers to text, one and three pictures over all layouts, with kills: all as undisturbed "
+        "(needs the extra vision)",
+    )
+    parser.add_argument(
+        "--damaged-pictures",
+        type=int,
+        metavar="N",
+        help="in place of a storm: N damaged pictures beside a text stream: no error but 400, no crash; prints the stream's gaps",
+    )
     parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="of --flat and --good-client (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
@@ -243,6 +256,12 @@ def main() -> int:
             from adapters import tiny_adapter
 
             return 0 if adapters(Path(directory), tiny_adapter, args.adapters, args.seed, args.device, folder) else 1
+        if args.pictures or args.damaged_pictures:
+            from soak_pictures import damaged, pictures
+
+            if args.damaged_pictures:
+                return 0 if damaged(Path(directory), args.damaged_pictures, args.device, folder) else 1
+            return 0 if pictures(Path(directory), args.pictures, args.seed, args.device, folder) else 1
         return 0 if storm(args, offered, folder) else 1
 
 

@@ -134,6 +134,7 @@ def test_a_picture_for_a_model_that_reads_text_alone_is_refused_in_a_line(url, t
     with pytest.raises(UsageError, match=r"^tiny reads text alone and sees no pictures; .*--url URL"):
         talk.command(f"/image {tmp_path / 'a.png'}")
     assert talk.images == []
+    assert main(["chat", "--url", url, "--image", str(tmp_path / "a.png"), "what is it?"]) == 2
 
 
 @pytest.mark.slow
@@ -212,7 +213,7 @@ setattr(owner, name, strike)
 if sys.argv[1] == "ask":
     said.append("")
 command._opened, command.asked_of = opened, lambda arguments: {}
-sys.exit(command.run_chat(argparse.Namespace(system=None, prompt=None)))
+sys.exit(command.run_chat(argparse.Namespace(system=None, prompt=None, image=[])))
 """
 
 

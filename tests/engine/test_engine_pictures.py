@@ -17,7 +17,7 @@ from seeing import IMAGE, VISION, alone, prompt_with, seeing_model
 from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.checkpoints.resolve import resolve
-from tandem.engine.pictures import INPUT_BYTES
+from tandem.engine.pictures import FEATURE_BYTES, INPUT_BYTES
 from tandem.engine.thread import Event
 from tandem.errors import OverloadedError, RequestError
 from tandem.loading.stage import load_stage
@@ -105,10 +105,12 @@ def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
     path = seeing_model(tmp_path, "mistral3")
     prompts: dict[str, tuple[list[int] | int, ...]] = {"a": (BEFORE, 1, AFTER), "b": (BEFORE, 2, BETWEEN, 1), "text": (BEFORE,)}
     with LLM(str(path), pipeline_parallel_size=2, prefill_chunk=16, max_restarts=2) as llm:
+        kept = ask(llm, lambda engine: [ready.picture_bytes for ready in engine.rank_group.ready])
         killer = Killer(llm)
         found = answers(llm, *(request(name, "mistral3", *parts) for name, parts in prompts.items()), seen=killer)
         check(llm)
     assert killer.killed
+    assert kept == [FEATURE_BYTES + INPUT_BYTES + describe(resolve(str(path))).vision_bytes, 0]
     for name in ("a", "b"):
         assert found[name] == alone(path, "mistral3", PARAMS.max_tokens, *prompts[name])
 

@@ -128,6 +128,13 @@ def test_what_is_no_conversation_is_refused_in_words(llm: LLM, messages: Any) ->
         llm.chat(messages)
 
 
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+def test_pictures_are_refused_and_not_left_out(llm: LLM, kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: "x"}]}]
+    with pytest.raises(RequestError, match="messages: pictures are read through `tandem serve` alone"):
+        llm.chat(messages)
+
+
 def test_half_a_character_is_refused_where_a_text_is_meant(llm: LLM) -> None:
     params = SamplingParams(stop=("a\ud800",))
     for call, name in (

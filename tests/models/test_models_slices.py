@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seeing import prompt_with, seeing_model
 from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import resolve
 from tandem.checkpoints.safetensors import TensorInfo, header_length, read_header
@@ -28,8 +29,10 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
+from tandem.models.sources import has_mlx_vlm
 from tandem.protocol.blob_messages import BlobFile, Range
 from tandem.runner.mtp_head import load_mtp_head
+from tandem.runner.pictures import Encoder
 from tandem.testing import add_mtp_head, tiny_model
 from tandem.transport.blobs import checksum
 
@@ -225,6 +228,21 @@ def test_the_slice_of_the_rank_that_samples_has_the_draft_head(tmp_path: Path, c
         head = load_mtp_head(files, describe(files), stage_of(files, layers), dequantize=False)
         found.append(head.head(head.join(tokens, states, head.make_caches())))
     assert mx.array_equal(*found).item()
+
+
+@pytest.mark.skipif(not has_mlx_vlm(), reason="mlx-vlm is not installed")
+def test_the_slice_of_the_first_stage_has_the_vision_tower(tmp_path: Path, cache: Path) -> None:
+    path = seeing_model(tmp_path / "m", "mistral3")
+    whole = ModelFiles(path, "m")
+    first, second = (fetch_slice(FakeSource(path), "m", one) for one in (range(2), range(2, 4)))
+    assert [[file.stem for file in one.weights if file.stem == "vision"] for one in (first, second)] == [["vision"], []]
+    tokens, [picture] = prompt_with("mistral3", 1)
+    found = [Encoder(files, mx.float32).encode(tokens, picture.inputs)[0] for files in (whole, first)]
+    assert mx.array_equal(*found).item() and mx.any(found[0] != 0).item()
+    stored = mx.load(str(path / "model.safetensors"))
+    assert isinstance(stored, dict)
+    tower = sum(array.nbytes for name, array in stored.items() if not name.startswith("language_model"))
+    assert describe(whole).vision_bytes == describe(second).vision_bytes == tower > 0
 
 
 def test_only_the_slice_is_read_once_and_other_layouts_use_it(tmp_path: Path, cache: Path) -> None:

@@ -59,6 +59,15 @@ def test_the_plan_is_what_a_gpu_took(name: str) -> None:
         assert (held + (beside + CUDA) * MIB) / (held + room) == pytest.approx(1, abs=0.1)
 
 
+def test_pictures_take_room_on_the_first_stage_alone() -> None:
+    blind = some_layers("google/gemma-4-26B-A4B", (0, 1)).description
+    seeing = replace(blind, vision_bytes=10 * MIB)
+    for start, tower, features in ((0, 10, 320), (1, 0, 0)):
+        weights = [costs(one).weights(WHOLE, start, 2) for one in (blind, seeing)]
+        room = [costs(one).headroom(WHOLE, 1, first=start == 0, last=True) for one in (blind, seeing)]
+        assert (weights[1] - weights[0], room[1] - room[0]) == (tower * MIB, features * MIB)
+
+
 def test_what_stores_scores_takes_more_with_the_context() -> None:
     plain = some_layers("Qwen/Qwen3-8B", (0, 1)).description
     indexed = replace(plain, index_heads=8)

@@ -4,7 +4,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from tandem.config.settings import ServerSettings, Settings
-from tandem.config.validation import validate
+from tandem.config.validation import is_among, validate
 from tandem.errors import ConfigError, RequestError
 from tandem.server.origins import Origins, check_content_type
 
@@ -248,6 +248,9 @@ def test_names_and_origins_can_be_allowed(serve):
         ("allowed_host", ("http://a.example",), "without scheme and port"),
         ("allowed_host", ("a:80",), "without scheme"),
         ("allowed_host", ("",), "not the name"),
+        ("image_hosts", ("https://a.example",), "without scheme and port, such as images"),
+        ("image_hosts", ("*",), "not the name of a host"),
+        ("image_hosts", ("*.a.*",), "not the name of a host"),
         ("allowed_origin", ("a.example",), "scheme and host"),
         ("allowed_origin", ("https://a.example/x",), "scheme and host"),
         ("tls_key", "k.pem", "needs --tls-cert"),
@@ -259,3 +262,9 @@ def test_names_and_origins_can_be_allowed(serve):
 def test_a_wrong_setting_is_named_with_its_remedy(field, value, words):
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}.*{words}"):
         validate(Settings(server=ServerSettings(**{field: value})))
+
+
+def test_hosts_by_name_and_by_domain():
+    hosts = ("A.example", "*.B.example")
+    found = [is_among(name, hosts) for name in ("a.example", "x.a.example", "b.example", "x.y.b.example", "xb.example")]
+    assert found == [True, False, False, True, False]

@@ -209,3 +209,16 @@ def test_messages_of_any_shape(messages):
             template.render(messages, tools=TOOLS, add_generation_prompt=True)
         except TandemError as error:
             assert isinstance(error, RequestError)
+
+
+PARTS = (
+    "{% for part in messages[0].content %}{% if part.type == 'image' %}<image>{% else %}[{{ part.text }}]{% endif %}{% endfor %}"
+)
+PLAIN = "{% if tools == 'image' %}{% endif %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"), [(PARTS, "[hi]"), (PLAIN, "hi"), (f"{PARTS}{{{{ 'is string' }}}}", "[][]is string")]
+)
+def test_a_template_that_reads_parts_alone_gets_texts_in_parts(source: str, shown: str) -> None:
+    assert ChatTemplate(source, {}, origin="model").render([{"role": "user", "content": "hi"}]) == shown

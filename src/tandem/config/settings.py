@@ -286,6 +286,9 @@ class ServerSettings:
     """Names by which clients reach a server without keys, such as gpu.example.com, or *.example.com; * for any.
     Addresses, names without a dot, and names in .localhost, .local, .internal, .home.arpa, .lan and .home need not be
     listed."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which pictures at http(s) URLs are fetched, such as images.example.com, or *.example.com; never from
+    addresses that are not public. By default from none: clients send the bytes of pictures (docs/apis.md)."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses and networks of proxies in front of the server, such as 10.0.0.2 or 10.0.0.0/24, whose X-Forwarded-For
     names the client; anybody else's is ignored."""

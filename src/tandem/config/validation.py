@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tandem.config.api_keys import ClientLimits, read_key_file
 from tandem.config.options import Option, by_name, options
@@ -73,6 +73,11 @@ def api_keys(settings: Settings, *, label: str = "--api-key-file") -> dict[str, 
     limits, server = client_limits(settings), settings.server
     found = dict.fromkeys(server.api_key, limits)
     return found if server.api_key_file is None else found | read_key_file(server.api_key_file, limits, label=label)
+
+
+def is_among(name: str, hosts: Collection[str]) -> bool:
+    """Return whether a host's name, in lower case, is one of `hosts` or in a domain of theirs (`*.example.com`)."""
+    return any(name == host.lower() or (host.startswith("*.") and name.endswith(host[1:].lower())) for host in hosts)
 
 
 def is_loopback(host: str) -> bool:
@@ -187,13 +192,14 @@ def _check_speculation(settings: Settings, label: Label) -> None:
 def _check_names(settings: Settings, label: Label) -> None:
     """Check hosts, web origins and proxies, and that a private key has a certificate. Raises ConfigError."""
     server = settings.server
-    for host in server.allowed_host:
-        if not host or any(mark in host for mark in "/ @") or (host.count(":") == 1):
-            raise ConfigError(
-                f"{label('allowed_host')}: {host!r} is not the name of a host; write it without scheme "
-                "and port, such as gpu.example.com",
-                param="allowed_host",
-            )
+    for field, example in (("allowed_host", "gpu.example.com"), ("image_hosts", "images.example.com or *.example.com")):
+        for host in getattr(server, field):
+            every = field == "image_hosts" and "*" in host.removeprefix("*.")
+            if not host or any(mark in host for mark in "/ @") or host.count(":") == 1 or every:
+                raise ConfigError(
+                    f"{label(field)}: {host!r} is not the name of a host; write it without scheme and port, such as {example}",
+                    param=field,
+                )
     for origin in server.allowed_origin:
         scheme, separator, rest = origin.rstrip("/").partition("://")
         if origin != "*" and not (scheme and separator and rest and "/" not in rest):

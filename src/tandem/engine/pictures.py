@@ -8,17 +8,13 @@ from collections.abc import Iterable
 
 from tandem.engine.recovery import RankGroup
 from tandem.errors import OverloadedError, RequestError
-from tandem.models.pictures import why_blind
+from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES, why_blind
 from tandem.protocol.control import EngineMessage, Refused
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
 from tandem.protocol.request import EngineRequest
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
-FEATURE_BYTES = 256 * 2**20
-"""Most bytes of features on each rank of the first stage, counted as float32."""
-INPUT_BYTES = 64 * 2**20
-"""Most bytes of one picture's inputs."""
 LIVE_BYTES = 2**30
 """Most bytes of the inputs of all live requests, which the engine keeps for new ranks."""
 _KEY = re.compile("[0-9a-f]{64}")

@@ -119,8 +119,8 @@ def _speculation(settings: SpeculationSettings, layout: RankGroupLayout, ranks: 
 
 
 def _fixed(ready: Ready, sequences: int) -> int:
-    """Return a rank's bytes independent of the number of tokens: weights and states."""
-    return ready.weight_bytes + sequences * ready.state_bytes
+    """Return a rank's bytes independent of the number of tokens: weights, states, and room for pictures."""
+    return ready.weight_bytes + ready.picture_bytes + sequences * ready.state_bytes
 
 
 def _most(ranks: Sequence[Ready]) -> int:

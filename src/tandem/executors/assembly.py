@@ -26,7 +26,7 @@ from tandem.loading.prefix import kinds_of, last_positions, members, trimmable
 from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
+from tandem.models.footprint import dequantizes, kv_bytes_per_token, picture_bytes, rank_weights, token_bytes, tower_bytes
 from tandem.models.pictures import why_blind
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
@@ -177,7 +177,7 @@ def build_runner(
         disk=disk,
         pictures=_pictures(spec, stage, files),
     )
-    return runner, _ready(spec, runner, trouble)
+    return runner, _ready(spec, runner, trouble, describe(files) if files and stage.is_first else None)
 
 
 def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureFeatures | None:
@@ -228,7 +228,7 @@ def _open_disk(
         return None, str(error)
 
 
-def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
+def _ready(spec: StageSpec, runner: Runner, disk_trouble: str, first: ModelDescription | None) -> Ready:
     # Measure memory once weights are wired, while nothing else is allocated.
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
     wired = wire_weights([array for stage in stages for array in stage.arrays()], spec.wired, spec.memory_share)
@@ -239,6 +239,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
         kv_bytes_per_token=per_token,
         state_bytes=sum(stage.cache_bytes.state for stage in stages),
         window=max(map(last_positions, members(runner.stage.make_caches())), default=0),
+        picture_bytes=picture_bytes(first) + tower_bytes(first, spec, gpu=on_gpu()) if first else 0,
         memory_bytes=memory_bytes(),
         peak_bytes=peak_bytes(),
         gpu=on_gpu(),

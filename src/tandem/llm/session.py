@@ -220,6 +220,9 @@ class Session:
                 "messages must be a list of one message or more, such as {'role': 'user', 'content': 'Hello'}", param="messages"
             )
         _require_unicode(messages, "messages")
+        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        if any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for parts in contents for part in parts):
+            raise RequestError("messages: pictures are read through `tandem serve` alone; send text", param="messages")
         return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:

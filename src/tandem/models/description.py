@@ -25,7 +25,9 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
+from tandem.models.pictures import ENCODERS
 from tandem.models.quantization import loaded_bytes, read_quantization
+from tandem.models.sources import has_mlx_vlm
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = frozenset(
@@ -144,6 +146,8 @@ class ModelDescription:
     """Elements of `state_elements` stored as float32 whatever the model's type."""
     mtp_bytes: int = 0
     """Stored bytes of the draft head (MTP) behind the last layer, without what it shares; 0 if there is none."""
+    vision_bytes: int = 0
+    """Stored bytes of the vision tower and its projector, which the first stage has; 0 if no pictures are read here."""
     no_drafts: str = ""
     """Reason why rejected draft tokens cannot be dropped from the caches; empty if they can."""
     replicated_cache: bool = False
@@ -243,6 +247,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
+            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if name in ENCODERS and has_mlx_vlm() else 0,
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
             generates=not headless,
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
@@ -375,6 +380,11 @@ def stored_bare(names: Iterable[str], layers: str) -> bool:
     root, _, inner = layers.partition(".")
     names = list(names)
     return not any(name.startswith(root + ".") for name in names) and any(name.startswith(inner + ".") for name in names)
+
+
+def of_vision(name: str) -> bool:
+    """Return whether a stored tensor is of the vision tower or its projector."""
+    return _OTHER_SENSES.match(name) is not None and "audio" not in name
 
 
 def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:

@@ -10,6 +10,7 @@ import math
 
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import element_bytes
+from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.protocol.layout import StageSpec
 
@@ -94,15 +95,27 @@ def mtp_position(description: ModelDescription, item: int) -> int:
 
 
 def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
-    """Return the bytes in memory of all weights of a rank, with LoRA adapters, and its draft head's or draft model's."""
+    """Return the bytes in memory of a rank's weights: with LoRA adapters, vision tower, and draft head's or draft model's."""
     expand = dequantizes(spec.dequantize, gpu=gpu)
     own = slice_bytes(description, range(*spec.layers), spec.dtype, expand, spec.share, gpu=gpu)
+    own += tower_bytes(description, spec, gpu=gpu) if spec.layers[0] == 0 else 0
     own += spec.lora_elements * compute_item(description, spec.dtype, gpu=gpu)
     if spec.mtp and spec.samples:
         own += int(mtp_stored(description, spec.layers[0], spec.tp_size) * expansion(description, spec.dtype, expand, gpu=gpu))
     if draft is None:
         return own
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
+
+
+def tower_bytes(description: ModelDescription, spec: StageSpec, *, gpu: bool) -> int:
+    """Return the bytes in memory of the vision tower, which each rank of the first stage has whole."""
+    expand = dequantizes(spec.dequantize, gpu=gpu)
+    return int(description.vision_bytes * expansion(description, spec.dtype, expand, gpu=gpu))
+
+
+def picture_bytes(description: ModelDescription) -> int:
+    """Return the most bytes of pictures on a rank of the first stage: cached features, and the inputs of one under way."""
+    return FEATURE_BYTES + INPUT_BYTES if description.vision_bytes else 0
 
 
 # ---- keys, values and states

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from tandem.models.description import ModelDescription
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from tandem.models.description import ModelDescription
+
+FEATURE_BYTES = 256 * 2**20
+"""Most bytes of features on each rank of the first stage, counted as float32."""
+INPUT_BYTES = 64 * 2**20
+"""Most bytes of one picture's inputs."""
 ENCODERS = {"gemma3": "gemma3", "mistral3": "mistral3", "pixtral": "pixtral"}
 """Modules of mlx-vlm that have the encoder, by model type. Their layers need nothing of a picture but its embeddings."""
 

@@ -1,7 +1,7 @@
 """Files and byte ranges that hold a rank's part of a model. Reads nothing, no mlx.
 
-The unit of storage is one layer, the embedding, the head, the rest (final norm), or the draft head (MTP). Parts fetched
-for one layout therefore serve the next one too.
+The unit of storage is one layer, the embedding, the head, the rest (final norm), the draft head (MTP), or the vision tower
+with its projector. Parts fetched for one layout therefore serve the next one too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
-from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.description import ModelDescription, of_vision, part_of_tensor
 from tandem.models.mtp import head_tensors
 
-Part = int | Literal["embed", "head", "rest", "mtp"]
+Part = int | Literal["embed", "head", "rest", "mtp", "vision"]
 Headers = Mapping[str, Mapping[str, TensorInfo]]
 """Tensors by name, by name of their file."""
 
@@ -51,6 +51,8 @@ def owned_parts(layers: range, description: ModelDescription, *, mtp: bool = Fal
     parts += layers
     if last:
         parts += ["rest"] if tied else ["rest", "head"]
+    if first and description.vision_bytes:
+        parts.append("vision")
     return [*parts, "mtp"] if mtp else parts
 
 
@@ -59,6 +61,7 @@ def _parts(headers: Headers, description: ModelDescription) -> dict[str, Part | 
     parts: dict[str, Part | None] = {
         name: part_of_tensor(name, description.num_layers) for tensors in headers.values() for name in tensors
     }
+    parts |= dict.fromkeys(filter(of_vision, parts), "vision")
     return {**parts, **dict.fromkeys(head_tensors(description.family, description.num_layers, parts), "mtp")}
 
 

@@ -28,6 +28,15 @@ def require_mlx_vlm(what: str) -> None:
         raise UnsupportedModel(f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)")
 
 
+def has_mlx_vlm() -> bool:
+    """Return whether a supported mlx-vlm is installed."""
+    try:
+        require_mlx_vlm("")
+    except UnsupportedModel:
+        return False
+    return True
+
+
 def _version(package: str) -> tuple[int, ...] | None:
     try:
         return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(package))[:3]))

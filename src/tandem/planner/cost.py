@@ -139,11 +139,11 @@ class Costs:
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Return the bytes of a rank's weights: its share of layers start..stop and of the head, plus replicated
-        weights and the room of LoRA adapters."""
+        weights, a vision tower on the first stage, and the room of LoRA adapters."""
         request = self.request
         slots = request.max_loras + 1 if request.max_loras else 0  # one of zeros
         loras = slots * request.max_lora_rank * request.lora_elements * (stop - start) * self.item(part.machine)
-        stored = footprint.stored_bytes(self.model, start, stop, part.share)
+        stored = footprint.stored_bytes(self.model, start, stop, part.share) + (0 if start else self.model.vision_bytes)
         if self._drafts and stop == self.model.num_layers:  # on each rank of the stage, though one has it
             stored += footprint.mtp_stored(self.model, start, 1 if part.share == 1 else 2)
         return stored * self.factor(part.machine) + loras
@@ -167,8 +167,8 @@ class Costs:
         """Return a rank's bytes of KV and recurrent state for `streams` sequences of the requested context."""
         return self.position(part, start, stop) * streams * self.context + self.held_states(part, stop - start, streams)
 
-    def headroom(self, part: RankShare, streams: int, *, last: bool, alone: bool = False) -> float:
-        """Return the bytes besides weights and KV: runtime, activations of a prefill chunk, and a batch's logits.
+    def headroom(self, part: RankShare, streams: int, *, last: bool, first: bool = False, alone: bool = False) -> float:
+        """Return the bytes besides weights and KV: runtime, activations of a prefill chunk, pictures, and a batch's logits.
 
         A GPU starts a layer before the previous one ends, unless the layer is `alone` in its stage.
         """
@@ -184,6 +184,7 @@ class Costs:
             gpu=self.machines[part.machine].gpu,
             alone=alone,
         )
+        activations += footprint.picture_bytes(self.model) if first else 0
         return RUNTIME_BYTES + activations + (2 * streams * self.model.vocab_size * 4 if last else 0)
 
     def chunk(self, machine: int) -> int:

@@ -101,7 +101,7 @@ class Solver:
         self._layers = costs.model.num_layers
         self._heads = costs.model.num_kv_heads
         self._alike = costs.layers_alike
-        self._headrooms: dict[tuple[RankShare, int, bool, bool], float] = {}
+        self._headrooms: dict[tuple[RankShare, int, bool, bool, bool], float] = {}
         self._known: dict[tuple[tuple[int, ...], int, int, int, _Objective], _Placed] = {}
 
     # ---- splits
@@ -220,10 +220,10 @@ class Solver:
         return needed + self._headroom(part, start, stop, streams) - costs.budget(part.machine)
 
     def _headroom(self, part: RankShare, start: int, stop: int, streams: int) -> float:
-        last, alone = stop == self._layers, stop - start == 1
-        key = (part, streams, last, alone)
+        first, last, alone = start == 0, stop == self._layers, stop - start == 1
+        key = (part, streams, first, last, alone)
         if key not in self._headrooms:
-            self._headrooms[key] = self.costs.headroom(part, streams, last=last, alone=alone)
+            self._headrooms[key] = self.costs.headroom(part, streams, first=first, last=last, alone=alone)
         return self._headrooms[key]
 
     def _memory(self, part: RankShare, start: int, stop: int, streams: int) -> MachineMemory:

@@ -357,6 +357,8 @@ class Ready(Struct, frozen=True, tag=True):
     """True if its KV caches can be trimmed to any length."""
     state_bytes: int = 0
     """Bytes per sequence independent of its length: states of recurrent layers."""
+    picture_bytes: int = 0
+    """Bytes to keep free for pictures: vision tower, features, and the inputs of one."""
     window: int = 0
     """Positions of the largest sliding window or chunk."""
     own_memory: bool = False

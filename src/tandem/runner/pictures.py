@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
-from tandem.errors import BatchDesync, UnsupportedModel, UsageError
+from tandem.errors import BatchDesync, UsageError
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.text_tower import build_whole
 from tandem.loading.weights import MLX_ERRORS, PartLoader, Weights, one_line, open_weights
@@ -49,8 +49,6 @@ class Encoder:
     def __init__(self, files: ModelFiles, dtype: mx.Dtype, *, dequantize: bool = False) -> None:
         """Load the encoder's weights. Raise UnsupportedModel without mlx-vlm, BrokenModel for unusable weights."""
         require_mlx_vlm("pictures are encoded")
-        if files.headers is not None:
-            raise UnsupportedModel("the first stage's machine has a part of the model's files only, without its vision tower")
         description = describe(files)
         name = ENCODERS[description.family]
         # gemma3 scales features by the width of the text model, which some configs name in its entries alone.

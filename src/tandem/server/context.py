@@ -61,6 +61,8 @@ class Api:
         """Sandboxed worker processes for large or costly parts of requests."""
         self.text_semaphore = FairSemaphore(THREADS - 1, settings.scheduler.max_queued_requests)
         """Limits tokenizer work in threads; one thread stays free for parsing bodies."""
+        self.fetch_semaphore = FairSemaphore(8)
+        """Limits requests whose pictures are being fetched."""
         self.metrics = ApiMetrics()
         endpoint = settings.server.otlp_traces_endpoint
         self.traces = Traces(endpoint) if endpoint is not None else None

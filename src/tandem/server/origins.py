@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from tandem.config.validation import is_loopback
+from tandem.config.validation import is_among, is_loopback
 from tandem.errors import RequestError
 from tandem.server.failures import AUDIO_PATH, refused
 
@@ -63,9 +63,7 @@ class Origins:
             )
 
     def _is_own(self, name: str) -> bool:
-        if name in self._hosts or "*" in self._hosts or _is_private(name):
-            return True
-        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
+        return "*" in self._hosts or _is_private(name) or is_among(name, self._hosts)
 
     def _may(self, origin: str, host: str | None) -> bool:
         origin = origin.lower()

@@ -15,7 +15,7 @@ from tandem.kv.budget import held_sequences
 from tandem.launchers.host_addresses import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import rank_position, rank_states, rank_weights
+from tandem.models.footprint import picture_bytes, rank_position, rank_states, rank_weights
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
 from tandem.supervision.replica_process import divided, replica_settings
@@ -153,8 +153,9 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 
 def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
-    """Return the bytes of a rank's weights and adapters, and of recurrent states for `sequences` sequences."""
-    states = rank_states(layout.description, spec, sequences, gpu=gpu)
+    """Return the bytes of a rank's weights and adapters, of pictures, and of recurrent states for `sequences` sequences."""
+    pictures = 0 if spec.layers[0] else picture_bytes(layout.description)
+    states = pictures + rank_states(layout.description, spec, sequences, gpu=gpu)
     return states + rank_weights(layout.description, spec, _draft(spec), gpu=gpu)
 
 

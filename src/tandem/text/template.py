@@ -19,6 +19,7 @@ from tandem.json_types import JsonMapping, JsonObject
 from tandem.text.template_sandbox import Budget, LimitedEnvironment, TooExpensive
 
 _MAX_TIME_FORMAT = 200  # characters
+_PROBE = "a text that is shown"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -51,6 +52,21 @@ class ChatTemplate:
         constants = self._environment.parse(self.source).find_all(nodes.Const)
         return frozenset(node.value for node in constants if isinstance(node.value, str))
 
+    @cached_property
+    def _parts_alone(self) -> bool:
+        """Whether the template shows texts in content parts and leaves out those that are strings, as Idefics3's does."""
+        if "image" not in self.source or "is string" in self.source:
+            return False
+        return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: object) -> bool:
+        context = {**self._variables, "messages": [{"role": "user", "content": content}]}
+        try:
+            with Budget(context, quick=True):
+                return _PROBE in self._template.render(context)
+        except Exception:  # noqa: BLE001 - whatever a template raises
+            return False
+
     def render(
         self,
         messages: Sequence[JsonMapping],
@@ -65,6 +81,8 @@ class ChatTemplate:
         Raise `RequestError` with the template's message if it rejects the messages, or if it exceeds the limits of
         `template_sandbox`. With `quick`, on the event loop, raise TooExpensive above the small limits `QUICK_*`.
         """
+        if self._parts_alone:
+            messages = [_in_parts(message) for message in messages]
         context = {
             **self._variables,
             "documents": None,
@@ -81,6 +99,12 @@ class ChatTemplate:
                 raise
             text = " ".join(str(error).split())[:300]
             raise RequestError(f"the chat template refuses these messages: {text}", param="messages") from error
+
+
+def _in_parts(message: JsonMapping) -> JsonMapping:
+    """Return a message with its text as a content part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}] if content else []} if isinstance(content, str) else message
 
 
 def _with_reasoning(message: JsonMapping) -> JsonObject:

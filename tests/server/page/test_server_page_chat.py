@@ -513,6 +513,37 @@ def test_failures_are_told_and_nothing_is_lost(page: Window, scripted: Any) -> N
     assert prompt(scripted).count("And now?") == 1, "a question that had no answer is not asked twice"
 
 
+def test_pictures_are_pasted_dropped_shown_and_sent(page: Window, scripted: Any) -> None:
+    """The model of this server takes text alone: the message comes back as it was written."""
+    page.run(
+        """window.sent = []; const before = window.fetch;
+        window.fetch = (url, options) => (options?.body && sent.push(JSON.parse(options.body)), before(url, options));
+        window.give = (kind, place, type) => {
+          const data = new DataTransfer();
+          data.items.add(new File([new Uint8Array([1, 2])], "a", { type }));
+          const event = new Event(kind, { bubbles: true, cancelable: true });
+          event.clipboardData = event.dataTransfer = data;
+          document.querySelector(place).dispatchEvent(event);
+          return event.defaultPrevented;
+        }"""
+    )
+    assert page.run("return give('paste', '#question', 'image/png')") is True
+    assert page.run("return [give('paste', '#question', 'text/plain'), give('dragover', '#talk', 'image/gif')]") == [False, True]
+    assert page.run("return give('drop', '#messages', 'image/gif')") is True
+    page.until(lambda: len(page.texts("#pictures img")) == 2, "two thumbnails")
+    page.ask("What is this?")
+    page.until(lambda: page.shown(".assistant .error"), "an error")
+    assert "takes text alone" in page.text(".assistant .error")
+    assert len(page.texts(".user .pictures img")) == len(page.texts("#pictures img")) == 2
+    assert page.run("return document.getElementById('question').value") == "What is this?"
+    [asked] = page.run("return sent.at(-1).messages")
+    urls = sorted(one["image_url"]["url"] for one in asked["content"][1:])
+    assert asked["content"][0] == {"type": "text", "text": "What is this?"}
+    assert urls == ["data:image/gif;base64,AQI=", "data:image/png;base64,AQI="]
+    page.click("#pictures button")
+    assert len(page.texts("#pictures img")) == 1
+
+
 def test_an_answer_that_broke_off_goes_on(page: Window, scripted: Any) -> None:
     page.run("""
         const fetched = window.fetch;

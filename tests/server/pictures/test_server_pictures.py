@@ -2,76 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import io
 import json
-import random
+import threading
 import zlib
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import anthropic
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from tokenizers import AddedToken, Tokenizer
 
+from processors import encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
 from tandem.models.pictures import ENCODERS
+from tandem.server.chats import picture_fetch
+from tandem.server.chats.pictures import check_given
+from tandem.server.openai.messages import GivenPicture
 from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
-from tandem.testing import write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 
 if find_spec("mlx_vlm") is None:
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 Image = pytest.importorskip("PIL.Image")
-
-QWEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
-)
-WORDS = {
-    "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
-    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-    "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
-}
-TOKENIZER = {
-    "qwen2_5_vl": {"chat_template": QWEN},
-    "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
-    "gemma3": {
-        "chat_template": GEMMA,
-        "extra_special_tokens": {
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-    },
-}
-PROCESSOR = {
-    "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
-    "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
-    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
-}
-
-
-def see(path, kind):
-    """Write what the api reads of a checkpoint that sees."""
-    write_tokenizer(path, 480)
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[kind]])
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = json.loads((path / "tokenizer_config.json").read_text()) | TOKENIZER[kind]
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[kind]))
-    (path / "processor_config.json").write_text(json.dumps({"image_seq_length": 3, "patch_size": 4, "spatial_merge_size": 2}))
-    (path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"model_type": kind}}))
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +41,9 @@ def seeing(tmp_path_factory):
     see(path, "qwen2_5_vl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENCODERS, "qwen2_5_vl", "qwen2_5_vl")
+        kept["image_hosts"] = ("localhost",)
         with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
             yield live
-
-
-def encoded(image, form="PNG", **options):
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
-
-
-def noise(width=32, height=16, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
 def uri(raw, kind="image/png"):
@@ -248,8 +198,9 @@ def _damaged():
     bomb[16:24] = b"\0\0\x27\x10\0\0\x27\x10"  # 10,000 x 10,000
     bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
     return {
-        "http": ("http://127.0.0.1/x.png", ["picture 1", "nothing is fetched", "data:image/png;base64"]),
-        "file": ("file:///etc/passwd", ["not allowed", "file:///etc/passwd"]),
+        "elsewhere": ("http://else.where/x.png?key=secret", ["picture 1 is at else.where", "none of --image-hosts"]),
+        "credentials": ("http://me:secret@localhost/x.png", ["is at localhost with a user name or password"]),
+        "file": ("file:///etc/passwd", ["not allowed", "'file:'"]),
         "not base64": ("data:image/png;base64,?", ["base64"]),
         "empty": ("data:image/png;base64,", ["unknown kind"]),
         "svg": (uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), ["SVG", "send PNG"]),
@@ -266,8 +217,96 @@ def _damaged():
 def test_a_bad_picture_is_refused_before_anything_is_queued(seeing, kind):
     url, words = _damaged()[kind]
     before = len(seeing.engine.submitted)
-    refused(ask(seeing, "what?", part(url)), *words)
+    sent = ask(seeing, "what?", part(url))
+    refused(sent, *words)
+    assert "secret" not in sent.text
     assert len(seeing.engine.submitted) == before
+
+
+@pytest.fixture
+def web():
+    """A web server on this machine; the answers are by path."""
+    answers = {}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, headers, body = answers[self.path]
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value.replace("PORT", str(server.server_port)))
+            self.end_headers()
+            self.wfile.write(body)
+            if "hang" in self.path:
+                left.wait(60)
+
+        def log_message(self, *_):
+            pass
+
+    left = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield SimpleNamespace(url=f"http://localhost:{server.server_port}", answers=answers)
+        left.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_pictures_are_fetched_from_named_hosts_at_public_addresses_alone(seeing, web, monkeypatch):
+    good = encoded(noise())
+    to = {"content-type": "image/png"}
+    web.answers |= {
+        "/good.png?a=%20b": (200, to, good),
+        **{f"/{left}": (302, {"location": f"/{left - 1}"}, b"") for left in range(2, 5)},
+        "/1": (307, {"location": "http://LOCALHOST:PORT/good.png?a=%20b"}, b""),
+        "/away": (302, {"location": "http://127.0.0.1:PORT/good.png?a=%20b"}, b""),
+        "/file": (302, {"location": "file:///etc/passwd"}, b""),
+        "/page": (200, {"content-type": "text/html"}, good),
+        "/gone": (404, to, good),
+        "/cut": (200, {**to, "content-length": "99999"}, good),
+        "/large": (200, to, bytes(2000)),
+        "/hang": (200, {**to, "content-length": "99999"}, good),
+    }
+    refused(ask(seeing, part(f"{web.url}/good.png?a= b")), "picture 1 is at localhost", "an address that is not public")
+    monkeypatch.setattr(picture_fetch, "is_public", "127.0.0.1".__eq__)
+    resolve, asked = asyncio.BaseEventLoop.getaddrinfo, []
+
+    async def resolved(loop, host, *args, **kwargs):
+        """`host` has the addresses of 127.0.0.1; another one once it was asked for again (DNS rebinding)."""
+        asked.append(host)
+        return await resolve(loop, "127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+    sent = ask(seeing, part(uri(good)), part(f"{web.url}/good.png?a= b"), part(f"{web.url}/3"))
+    assert sent.status_code == 200, sent.text
+    assert len({picture.key for picture in seeing.engine.last.pictures}) == 1 and len(seeing.engine.last.pictures) == 3
+    assert asked.count("localhost") == 5, "a name is resolved once for each connection"
+    source = {"type": "image", "source": {"type": "url", "url": f"{web.url}/1"}}
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [source]}]}
+    assert seeing.http.post("/v1/messages", json=body).status_code == 200
+    before = len(seeing.engine.submitted)
+    for path, words in {
+        "4": "redirected more than 3 times",
+        "away": "is at 127.0.0.1, which is none of --image-hosts",
+        "file": "not one of http or https",
+        "page": "the content type 'text/html'",
+        "gone": "status 404 by localhost",
+        "cut": "cannot be fetched",
+    }.items():
+        refused(ask(seeing, part(uri(good)), part(f"{web.url}/{path}")), "picture 2", words)
+    monkeypatch.setattr(picture_fetch, "TIMEOUT_S", 0.1)
+    refused(ask(seeing, part(f"{web.url}/hang")), "picture 1 is not there after 0.1 seconds")
+    monkeypatch.setattr(picture_fetch, "MAX_BYTES", 1999)
+    monkeypatch.setattr(picture_fetch, "TIMEOUT_S", 60.0)
+    refused(ask(seeing, part(f"{web.url}/large")), "picture 1 is larger than")
+    assert len(seeing.engine.submitted) == before
+
+
+def test_addresses_that_are_not_public():
+    private = "127.0.0.1 10.0.0.1 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 240.0.0.1"
+    private += " ::1 :: fe80::1%eth0 fd00::1 fec0::1 ff02::1 ::ffff:127.0.0.1 ::ffff:8.8.8.8 64:ff9b::a00:1 2002:7f00:1:: 2001::1"
+    assert [one for one in private.split() if picture_fetch.is_public(one)] == []
+    assert all(map(picture_fetch.is_public, ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"]))
 
 
 def test_limits_of_number_context_and_texts(seeing):
@@ -291,6 +330,10 @@ def test_limits_of_number_context_and_texts(seeing):
 def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     good = part(uri(encoded(noise())))
     refused(ask(shared, good), "takes text alone")
+    with pytest.raises(
+        RequestError, match=r"is at a\.b, and nothing is fetched; start the server with --image-hosts a\.b, or send"
+    ):
+        check_given([GivenPicture(0, "http://a.b/c", False)], ())
     see(tmp_path, "qwen2_5_vl")
     config = {"model_type": "unseen_vl", "vision_config": {"depth": 1}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -330,36 +373,6 @@ def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, show
     text = tokenizer.decode(prompt.tokens, False)
     assert "sys<" in text and before + shown in text
     assert load(picture.inputs)["pixel_values"].shape == shape
-
-
-def mutants(count, seed=7):
-    """Damaged files of all kinds: bytes changed, cut out, doubled, or cut off."""
-    rng = random.Random(seed)
-    image = noise(24, 24)
-    kinds = {
-        "PNG": encoded(image),
-        "JPEG": encoded(image, "JPEG"),
-        "WEBP": encoded(image, "WEBP"),
-        "GIF": encoded(image, "GIF"),
-        "AVIF": encoded(image, "AVIF"),
-    }
-    for number in range(count):
-        kind = list(kinds)[number % len(kinds)]
-        raw = bytearray(kinds[kind])
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            place = rng.randrange(min(len(raw), 64) if rng.random() < 0.5 else len(raw))
-            how = rng.randrange(4)
-            if how == 0:
-                raw[place] ^= 1 << rng.randrange(8)
-            elif how == 1:
-                raw[place : place + 4] = rng.randbytes(4)
-            elif how == 2:
-                del raw[place : place + rng.randrange(1, 40)]
-            else:
-                raw[place:place] = raw[place : place + rng.randrange(1, 40)]
-            if not raw:
-                raw = bytearray(b"x")
-        yield kind, bytes(raw)
 
 
 @pytest.mark.parametrize("count", [40])

@@ -34,6 +34,9 @@ def add_chat(parser: Parser) -> None:
     """Add the options of `tandem chat`."""
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", help="a system message to begin with.")
+    group.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="a picture to send with the first message. May be repeated."
+    )
     _add_both(parser, group, CHAT_DEFAULTS)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one message: print the answer to it, and end.")
 

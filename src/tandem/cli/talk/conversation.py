@@ -67,6 +67,24 @@ class Conversation:
         self.said.append({"role": "user", "content": content})
         self.images = []
 
+    def add_image(self, name: str) -> str:
+        """Collect a picture's file for the next message, and return the text to show. Raises UsageError."""
+        if not self.model.can_see:
+            raise UsageError(
+                f"{self.model.name} reads text alone and sees no pictures; talk to a server whose model "
+                "does (`tandem chat --url URL`)"
+            )
+        kind = mimetypes.guess_type(name)[0] or ""
+        if not kind.startswith("image/"):
+            raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
+        try:
+            content = read_regular(Path(name).expanduser(), MOST_IMAGE)
+        except OSError as error:
+            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
+        data = base64.b64encode(content).decode()
+        self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
+        return f"{name} goes with the next message"
+
     def command(self, line: str) -> str:
         """Run a slash command and return the text to show. Raises UsageError, and Quit for `/exit`."""
         name, _, rest = line.partition(" ")
@@ -76,7 +94,7 @@ class Conversation:
             raise UsageError(f"there is no command {name}{nearest(name, [*known, *_ALSO])} (/help lists all)")
         if not rest and known[name].split()[-1] == "FILE":
             raise UsageError(f"{name} needs a file: {known[name]}")
-        done: str = getattr(self, f"_{name[1:]}")(rest)
+        done: str = self.add_image(rest) if name == "/image" else getattr(self, f"_{name[1:]}")(rest)
         return done
 
     def _help(self, _: str) -> str:
@@ -148,20 +166,3 @@ class Conversation:
             raise UsageError(f"{name} {value.strip()}: must be {RANGES[name]}")
         self.params[name] = number
         return f"{name} is {number}"
-
-    def _image(self, name: str) -> str:
-        if not self.model.can_see:
-            raise UsageError(
-                f"{self.model.name} reads text alone and sees no pictures; talk to a server whose model "
-                "does (`tandem chat --url URL`)"
-            )
-        kind = mimetypes.guess_type(name)[0] or ""
-        if not kind.startswith("image/"):
-            raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
-        try:
-            content = read_regular(Path(name).expanduser(), MOST_IMAGE)
-        except OSError as error:
-            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
-        data = base64.b64encode(content).decode()
-        self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
-        return f"{name} goes with the next message"

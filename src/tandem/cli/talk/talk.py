@@ -135,6 +135,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
         if not model.can_chat:
             raise UsageError("the model has no chat template; use `tandem generate`, or give --chat-template")
         talk, interrupts, interrupted = Conversation(model, params, other, system=arguments.system), Interrupts(), False
+        for name in arguments.image:
+            talk.add_image(name)
         if arguments.prompt is not None:
             _answer(talk, arguments.prompt, None, interrupts)
             return 0

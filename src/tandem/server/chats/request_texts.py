@@ -15,12 +15,13 @@ from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.pictures import Picture
 from tandem.server.body_validation import LARGE_BODY
-from tandem.server.chats.pictures import OMITTED, check_given, takes_pictures
+from tandem.server.chats.picture_fetch import fetch_pictures
+from tandem.server.chats.pictures import OMITTED, WEB, check_given, takes_pictures
 from tandem.server.chats.prompt import Rendered, check_bytes, encode_fitting, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
-from tandem.server.openai.messages import Message
+from tandem.server.openai.messages import GivenPicture, Message
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer
 
@@ -95,7 +96,7 @@ class RequestTexts:
             asked = any(message.pictures for message in messages if message.role == "user")
             mark = f"<picture {token_hex(16)}>" if takes_pictures(self.status.source, asked) else OMITTED
             if mark != OMITTED:
-                check_given(pictures)
+                pictures = await self._with_bytes(pictures)
 
         def conversation() -> JsonObject:
             return {
@@ -118,6 +119,16 @@ class RequestTexts:
             return Rendered(_ids(seen[0]), seen[1], tuple(seen[2]))
         packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
+
+    async def _with_bytes(self, pictures: list[GivenPicture]) -> list[GivenPicture]:
+        """Return the pictures as data URIs; those at http(s) URLs are fetched. Raises RequestError."""
+        api = get_api(self.http)
+        hosts = api.settings.server.image_hosts
+        check_given(pictures, hosts)
+        if not any(picture.url[:6].lower().startswith(WEB) for picture in pictures):
+            return pictures
+        async with api.fetch_semaphore.turn(get_group(self.http)):
+            return await unless_gone(self.http, fetch_pictures(pictures, hosts, api.max_body))
 
     async def _here(self, size: int, work: Callable[[], Result]) -> Result:
         """Run `work` in this process: at once if small, else in a thread after a turn of the fair semaphore."""

@@ -19,7 +19,7 @@ PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
 """Paths of the page. They need no API key: the page prompts for it and gets all data from the API."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",

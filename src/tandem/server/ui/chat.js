@@ -1,7 +1,7 @@
 // The view of conversations: which is shown, what is asked, and the answer as it comes.
 import { button, byId, element, redraw } from "/ui/dom.js";
 import { ask as fetchJson } from "/ui/http.js";
-import { AssistantMessage, answerOf, userMessage } from "/ui/message.js";
+import { AssistantMessage, answerOf, thumbnail, userMessage } from "/ui/message.js";
 import { snippets } from "/ui/snippets.js";
 import { onStatus } from "/ui/status.js";
 import * as store from "/ui/store.js";
@@ -23,6 +23,7 @@ let views = new Map(); // of messages that are shown
 let following = true;
 let frame = 0;
 let limits = null;
+let pictures = []; // of the message that is written, as data URIs
 
 export async function start() {
   tellKept(await store.open(elsewhere));
@@ -41,6 +42,14 @@ export async function start() {
     }
   });
   byId("question").addEventListener("input", fit);
+  byId("question").addEventListener("paste", (event) => {
+    if (take(event.clipboardData)) event.preventDefault();
+  });
+  byId("talk").addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
+  byId("talk").addEventListener("drop", (event) => {
+    if (event.dataTransfer.files.length) event.preventDefault(); // the browser would leave the page for a file
+    take(event.dataTransfer);
+  });
   byId("stop").addEventListener("click", stop);
   byId("new").addEventListener("click", fresh);
   byId("latest").addEventListener("click", toEnd);
@@ -181,7 +190,7 @@ const actions = {
     if (busy()) return;
     talk.messages.length = talk.messages.indexOf(message);
     show(talk);
-    ask(text);
+    ask(text, message.pictures ?? []);
   },
 };
 
@@ -207,13 +216,34 @@ export function again() {
 
 export const model = () => byId("chat-model").value || "default";
 
-function ask(text) {
+// Pictures that were pasted or dropped; true if there were some.
+function take(data) {
+  const found = [...data.files].filter((file) => file.type.startsWith("image/"));
+  for (const file of found) {
+    const reader = new FileReader();
+    reader.onload = () => drawPictures([...pictures, reader.result]);
+    reader.readAsDataURL(file);
+  }
+  return found.length > 0;
+}
+
+function drawPictures(these) {
+  pictures = these;
+  byId("pictures").hidden = !these.length;
+  byId("pictures").replaceChildren(...these.map((one, i) => element("span", {}, thumbnail(one, i),
+    button(`Remove picture ${i + 1}`, () => drawPictures(pictures.filter((other, j) => j !== i)), { symbol: "delete" }))));
+  buttons();
+}
+
+function ask(text, shown = null) {
   const question = text.trim();
-  if (!question || busy()) return;
+  if (!(question || (shown ?? pictures).length) || busy()) return;
+  const asked = { role: "user", content: question };
+  if ((shown ?? pictures).length) asked.pictures = shown ?? pictures;
+  if (!shown) drawPictures([]);
   byId("question").value = "";
   fit();
-  talk.title ||= question.slice(0, 80).replace(/\s+/g, " ");
-  const asked = { role: "user", content: question };
+  talk.title ||= question.slice(0, 80).replace(/\s+/g, " ") || "Picture";
   const message = { role: "assistant", chosen: 0, answers: [emptyAnswer(model())] };
   if (!all.length) navigator.storage?.persist?.().catch(() => {}); // some browsers ask the person
   if (!all.includes(talk)) all.unshift(talk);
@@ -232,7 +262,7 @@ async function answer(message, how) {
   const silent = (other) => other?.role === "assistant" && !answerOf(other).content && !answerOf(other).reasoning;
   // A question that had no answer is left out with it: many chat templates want turns.
   const sent = before.filter((other, i) => !silent(other) && !silent(before[i + 1])).map((other) => (
-    { role: other.role, content: other.role === "user" ? other.content : answerOf(other).content }));
+    { role: other.role, content: other.role === "user" ? contentOf(other) : answerOf(other).content }));
   const system = settings.value("system").trim();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...sent];
   const wished = wishes();
@@ -262,10 +292,14 @@ async function answer(message, how) {
   save(of);
 }
 
+const contentOf = ({ content, pictures: shown }) => (shown ? [{ type: "text", text: content },
+  ...shown.map((url) => ({ type: "image_url", image_url: { url } }))] : content);
+
 // Nothing came: the question goes back to where it was written.
 function giveBack(of, message) {
-  if (of !== talk || message.answers.length > 1 || byId("question").value) return;
+  if (of !== talk || message.answers.length > 1 || byId("question").value || pictures.length) return;
   byId("question").value = of.messages.at(-2)?.content ?? "";
+  drawPictures(of.messages.at(-2)?.pictures ?? []);
   fit();
 }
 
@@ -299,7 +333,7 @@ function toEnd() {
 function buttons() {
   byId("send").hidden = Boolean(running);
   byId("stop").hidden = !running;
-  byId("send").disabled = !byId("question").value.trim();
+  byId("send").disabled = !byId("question").value.trim() && !pictures.length;
 }
 
 // The field for the message grows with it.

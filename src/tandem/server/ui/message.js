@@ -8,9 +8,12 @@ const ENDS = { length: "Cut off at the limit of tokens.", stopped: "Stopped.", c
 // The answer of a message that is shown: a message may have several, made by "Regenerate".
 export const answerOf = (message) => message.answers[message.chosen];
 
+export const thumbnail = (url, i) => element("img", { src: url, alt: `Picture ${i + 1}` });
+
 export function userMessage(message, actions) {
   const text = element("div", { class: "text", dir: "auto" }, message.content);
-  const made = element("article", { class: "message user", "aria-label": "You" }, text);
+  const shown = message.pictures ? element("div", { class: "pictures" }, ...message.pictures.map(thumbnail)) : null;
+  const made = element("article", { class: "message user", "aria-label": "You" }, shown, message.content ? text : null);
   const tools = element("div", { class: "tools" }, button("Edit", () => edit(made, message, actions), { symbol: "edit" }),
     copyButton(() => message.content, "Copy"));
   made.append(tools);
@@ -25,7 +28,7 @@ function edit(place, message, actions) {
     place.classList.remove("editing");
     place.replaceChildren(...before);
   };
-  const send = () => area.value.trim() && actions.edit(message, area.value.trim());
+  const send = () => (area.value.trim() || message.pictures) && actions.edit(message, area.value.trim());
   area.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
       event.stopPropagation();

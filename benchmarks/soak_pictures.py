@@ -1,0 +1,165 @@
+"""Text, one picture and three pictures in one batch, in one layout after the other, while ranks and engines are killed.
+
+Each answer is compared, token by token, with the one that the same server gave alone and undisturbed.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from harness import Server, table, tandem_server
+from soak_budgets import PLACES, storm
+from soak_requests import Outcome, Request, ask, same
+
+from processors import encoded, mutants, noise, see
+from seeing import IMAGE, seeing_model
+
+FAMILY = "mistral3"
+NEW = 40
+"""Tokens of each answer."""
+PROMPTS = ("the red sea", "one two one two one", "a stone that is not there " * 8)
+ALONE = 2000
+"""Gaps of a stream alone."""
+COUNTS = (0, 1, 3)
+"""Pictures of a request."""
+
+
+@dataclasses.dataclass
+class Found:
+    """Findings in one layout."""
+
+    kills: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    retried: int = 0
+    answers: int = 0
+    seen: int = 0
+    """Pictures in them."""
+    different: list[str] = dataclasses.field(default_factory=list)
+    lost: list[str] = dataclasses.field(default_factory=list)
+
+
+def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) -> bool:
+    """Ask for `count` answers over all layouts, and print a table; True when all is well."""
+    model = _model(directory)
+    rows, well = [], True
+    for number, (name, (flags, roles)) in enumerate(PLACES.items()):
+        share, began, found = count // len(PLACES) + (number < count % len(PLACES)), time.monotonic(), Found()
+        log = folder / f"pictures-{name.replace(' ', '')}.log"
+        with tandem_server(model, 1, log=log, max_restarts=1000, start_timeout=120, device=device, **flags) as server:
+            _stormed(server, share, found, random.Random(f"{seed}/{name}"), roles)
+            codes = server.end()
+        if "Traceback" in log.read_text(errors="replace") or codes != [0]:
+            found.lost.append(f"ended with {codes}, or a traceback: see {log}")
+        fine = bool(found.kills and found.seen) and not (found.different or found.lost)
+        well &= fine
+        killed = ", ".join(f"{times} x {what}" for what, times in found.kills.items())
+        figures = (found.answers, found.seen, len(found.different), len(found.lost), found.retried)
+        rows.append([name, round(time.monotonic() - began), killed, *figures, "yes" if fine else "NO"])
+        for text in (*found.different[:5], *found.lost[:5]):
+            print(f"{name}: {text}", flush=True)
+    table(("layout", "s", "kills", "answers", "pictures", "different", "lost", "asked again", "well"), rows)
+    print("all is well" if well else "NOT all is well", flush=True)
+    return well
+
+
+def _model(directory: Path) -> Path:
+    """Write a tiny random model that sees, with its processor."""
+    model = seeing_model(directory / "sees", FAMILY)
+    see(model, FAMILY, IMAGE)
+    (model / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 16}})
+    )
+    return model
+
+
+def damaged(directory: Path, count: int, device: str, folder: Path) -> bool:
+    """Send `count` damaged pictures beside a text stream, and print what came and the stream's gaps; True when all is well."""
+    found: collections.Counter[str] = collections.Counter()
+    odd: list[str] = []
+    log = folder / "damaged-pictures.log"
+    with tandem_server(_model(directory), 1, log=log, start_timeout=120, device=device) as server:
+        url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+        with httpx.Client(timeout=240) as client:
+
+            def send(raw: bytes, tokens: int) -> httpx.Response:
+                address = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+                parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": address}}]
+                return client.post(url, json={"messages": [{"role": "user", "content": parts}], "max_tokens": tokens})
+
+            send(encoded(noise()), 4).raise_for_status()  # the tower and a worker process are loaded
+            alone = _gaps(url, lambda gaps: len(gaps) > ALONE)
+            ended = threading.Event()
+            beside: list[float] = []
+            streaming = threading.Thread(target=lambda: beside.extend(_gaps(url, lambda _: ended.is_set())))
+            streaming.start()
+            for kind, raw in mutants(count):
+                got = send(raw, 1)
+                found[f"{kind} {got.status_code}"] += 1
+                if got.status_code != 200 and (got.status_code != 400 or "message" not in got.json().get("error", {})):
+                    odd.append(f"{kind}: {got.status_code} {got.text[:200]}")
+            ended.set()
+            streaming.join()
+        codes = server.end()
+    if "Traceback" in log.read_text(errors="replace") or codes != [0]:
+        odd.append(f"ended with {codes}, or a traceback: see {log}")
+    table(("kind and status", "pictures"), sorted(found.items()))
+    p99 = [sorted(gaps)[len(gaps) * 99 // 100] for gaps in (alone, beside)]
+    print(f"p99 gap of a text stream: {p99[0]:.4f} s alone, {p99[1]:.4f} s beside ({p99[1] / p99[0]:.2f}; {len(beside)} gaps)")
+    print("\n".join([*odd[:10], "NOT all is well" if odd else "all is well"]), flush=True)
+    return not odd
+
+
+def _gaps(url: str, over: Callable[[list[float]], bool]) -> list[float]:
+    """Return the seconds between the tokens of streams, one after the other, until it is `over`."""
+    gaps: list[float] = []
+    body = {"messages": [{"role": "user", "content": "the red sea"}], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    while not over(gaps):
+        last = 0.0
+        with httpx.stream("POST", url, json=body, timeout=240) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    now = time.monotonic()
+                    gaps += [now - last] if last else []
+                    last = now
+    return gaps
+
+
+def _stormed(server: Server, count: int, found: Found, rng: random.Random, roles: tuple[str, ...]) -> None:
+    work = []
+    for number in range(len(PROMPTS) * len(COUNTS) * 2):
+        shown = [noise(16, 16, 10 * number + at) for at in range(COUNTS[number % len(COUNTS)])]
+        urls = [f"data:image/png;base64,{base64.b64encode(encoded(one)).decode()}" for one in shown]
+        parts = [
+            {"type": "text", "text": PROMPTS[number // len(COUNTS) % len(PROMPTS)]},
+            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+        ]
+        how = {"temperature": 0} if number % 2 else {"temperature": 0.8, "seed": number}
+        more = {"max_tokens": NEW, "ignore_eos": True, "logprobs": True, "stream": number % 4 < 2, **how}
+        work.append(
+            Request("/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": parts}], **more})
+        )
+    rng.shuffle(work)
+    expected = [ask(f"http://127.0.0.1:{server.port}", request) for request in work]
+    if any(one.kind != "answered" for one in expected):
+        raise RuntimeError(f"before the first kill: {[one.detail for one in expected if one.kind != 'answered'][:3]}")
+    if len({str(one.answer) for one in expected}) < len(work):
+        raise RuntimeError("answers are to differ")
+
+    def judge(number: int, got: Outcome) -> None:
+        at = number % len(work)
+        many = len(work[at].body["messages"][0]["content"]) - 1
+        found.answers, found.seen = found.answers + 1, found.seen + many
+        if got.kind != "answered" or got.twice:
+            found.lost.append(f"{many} pictures: {got.kind} {got.detail}")
+        elif not same(got.answer, expected[at].answer):
+            found.different.append(f"{many} pictures: not as alone")
+
+    storm(server, work, count, judge, found, rng, roles)
