@@ -25,6 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
+from tandem.models.pictures import mrope_section
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -159,6 +160,10 @@ class ModelDescription:
     """Numbers of layers that cache a latent."""
     uncut: frozenset[int] = frozenset()
     """Layers at which no stage can begin, since they reuse keys and values of earlier layers."""
+    mrope_section: tuple[int, ...] = ()
+    """Rotary frequencies of each axis (time, row, column) of positions in pictures; empty if positions have one axis."""
+    deepstack: int = 0
+    """Number of first layers behind which features of pictures are added."""
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
     generates: bool = True
@@ -243,6 +248,8 @@ def describe(files: ModelFiles) -> ModelDescription:
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
+            mrope_section=mrope_section(str(name), known),
+            deepstack=len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
             generates=not headless,
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from tandem.models.description import ModelDescription
+from typing import TYPE_CHECKING
 
-ENCODERS = {"gemma3": "gemma3", "mistral3": "mistral3", "pixtral": "pixtral"}
-"""Modules of mlx-vlm that have the encoder, by model type. Their layers need nothing of a picture but its embeddings."""
+from tandem.json_types import JsonMapping
+
+if TYPE_CHECKING:
+    from tandem.models.description import ModelDescription
+
+_MROPE = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (11, 11, 10)),
+}
+"""Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
+_CHUNKED = ("qwen2_vl", "qwen2_5_vl")
+"""Types whose frequencies stand axis after axis; those of others alternate."""
+ENCODERS = {name: name for name in ("gemma3", "mistral3", "pixtral", *_MROPE)}
+"""Modules of mlx-vlm that have the encoder, by model type."""
 
 
 def why_unread(model_type: str) -> str:
@@ -19,4 +32,23 @@ def why_blind(description: ModelDescription) -> str:
     """Return why a model takes no pictures; empty if it takes them."""
     if "vision" not in description.left_out:
         return f"it is a text model (model_type {description.family})"
+    if description.family in _MROPE and not description.mrope_section:
+        return "its rotary embedding is scaled (rope_scaling), which is not done for positions in pictures"
     return why_unread(description.family)
+
+
+def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:
+    """Return the rotary frequencies of each axis of positions; empty if they have one axis, or are scaled."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if model_type not in _MROPE or (rope.get("rope_type") or rope.get("type") or "default") not in ("default", "mrope"):
+        return ()
+    return tuple(rope.get("mrope_section") or _MROPE[model_type])
+
+
+def rotary_axes(description: ModelDescription, count: int) -> list[int]:
+    """Return the axis of positions (0 time, 1 row, 2 column) that each of `count` rotary frequencies turns by."""
+    times, rows, columns = description.mrope_section
+    if description.family in _CHUNKED:
+        return ([0] * times + [1] * rows + [2] * columns + [0] * count)[:count]
+    lengths = (0, 3 * rows, 3 * columns)
+    return [i % 3 if i < lengths[i % 3] else 0 for i in range(count)]

@@ -19,7 +19,6 @@ from tokenizers import AddedToken, Tokenizer
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
-from tandem.models.pictures import ENCODERS
 from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
 from tandem.testing import write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
@@ -80,10 +79,8 @@ def seeing(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen")
     kept = {"journal": str(tmp_path_factory.mktemp("journal")), "keep_conversations": 60}
     see(path, "qwen2_5_vl")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENCODERS, "qwen2_5_vl", "qwen2_5_vl")
-        with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
-            yield live
+    with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
+        yield live
 
 
 def encoded(image, form="PNG", **options):
