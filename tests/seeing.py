@@ -40,6 +40,7 @@ VISION: dict[str, JsonObject] = {
     "gemma3": {"vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16}},
     "mistral3": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "pixtral": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
+    "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
     "qwen2_vl": {"vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 64}},
     "qwen2_5_vl": {"vision_config": {**_QWEN, "fullatt_block_indexes": [1], "window_size": 16}},
     "qwen3_vl": {"vision_config": {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16}},
@@ -47,7 +48,7 @@ VISION: dict[str, JsonObject] = {
     "qwen3_5": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
     "qwen3_5_moe": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
 }
-PLACES = {"gemma3": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
+PLACES = {"gemma3": (4, 0), "gemma4": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
 """Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows."""
 
 
@@ -57,13 +58,25 @@ def seeing_model(directory: Path, family: str) -> Path:
     text = {key: value for key, value in config.items() if key not in ("text_config", "model_type")}
     config["text_config"] = {"model_type": "llama", **text, **config["text_config"], "mm_tokens_per_image": 4}
     config["text_config"]["rope_theta"] = 1e6  # mlx-vlm reads no other of gemma3
-    config |= {**VISION[family], "image_token_index": IMAGE, "vocab_size": 512, "hidden_size": 64, "pad_token_id": 0}
+    config |= {
+        **VISION[family],
+        "image_token_index": IMAGE,
+        "image_token_id": IMAGE,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "pad_token_id": 0,
+    }
     if family not in PLACES:
-        config |= {"image_token_id": IMAGE, "vision_start_token_id": START}
+        config["vision_start_token_id"] = START
         rope: JsonObject = {"type": "default", "mrope_section": [2, 3, 3]}
         if family.startswith("qwen3_5"):
             rope = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         config["text_config"] |= {"rope_parameters" if "rope_theta" in rope else "rope_scaling": rope}
+    if family == "gemma4":  # where it is not said, mlx-vlm rotates more than mlx-lm
+        full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+        config["text_config"]["rope_parameters"] = {
+            "full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }  # fmt: skip
     rng = np.random.default_rng(1)
     arrays = {}
     for name, array in sorted(tree_flatten(build_whole({**config["text_config"], **config}, ENCODERS[family]).parameters())):
@@ -90,6 +103,10 @@ def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
         random = zip(map(np.random.default_rng, seeds), grids, strict=True)
         patches = [rng.standard_normal((grid.prod(), 96)) for rng, grid in random]
         return {"pixel_values": np.concatenate(patches).astype(np.float32), "image_grid_thw": grids}
+    if family == "gemma4":
+        places = np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1).reshape(16, 2)
+        patches = [np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32) for seed in seeds]
+        return {"pixel_values": np.stack(patches), "image_position_ids": np.stack([places] * len(seeds))}
     pixels = [np.random.default_rng(seed).standard_normal((3, 16, 16)).astype(np.float32) for seed in seeds]
     sizes = {} if family == "gemma3" else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
     return {"pixel_values": np.stack(pixels), **sizes}
@@ -125,7 +142,7 @@ def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> 
     embeds = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones(ids.shape, mx.int32), **arrays)
     cache, found = make_prompt_cache(model.language_model), list[int]()
     taken = {"inputs_embeds": embeds.inputs_embeds, "position_ids": embeds.position_ids}
-    taken |= {name: getattr(embeds, name) for name in ("visual_pos_masks", "deepstack_visual_embeds")}
+    taken |= {name: getattr(embeds, name) for name in ("visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs")}
     logits = model.language_model(ids, cache=cache, **{key: one for key, one in taken.items() if one is not None}).logits
     while len(found) < count:
         place = {}

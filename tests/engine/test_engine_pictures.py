@@ -126,7 +126,7 @@ def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> Non
     assert "more than the 16 pixels" in error
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])
 def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family: str) -> None:
     """The first stage puts the features in; the others need positions at most. So do all ranks that share layers."""
@@ -139,7 +139,8 @@ def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family:
 
     def work(rank: ThreadRank) -> list[int]:
         parallel = {} if size == 1 else {"shard": shards[rank.rank], "tensor_parallel": rank}
-        parts = [load_stage(files, description, one, **parallel) for one in split_layers(description.num_layers, stages)]
+        layers = split_layers(description.num_layers, stages, uncut=description.uncut)
+        parts = [load_stage(files, description, one, **parallel) for one in layers]
         held = PictureFeatures(partial(Encoder, files, mx.float32))
         errors = [held.encode(EncodePicture(one.key, tokens[one.start :][: one.length], one.inputs)) for one in pictures]
         assert errors == ["", ""]

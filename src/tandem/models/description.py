@@ -25,7 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
-from tandem.models.pictures import mrope_section
+from tandem.models.pictures import mrope_section, why_unread
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -166,6 +166,8 @@ class ModelDescription:
     """Number of first layers behind which features of pictures are added."""
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
+    unread: str = ""
+    """Reason why its pictures are not read, if it sees; empty if they are."""
     generates: bool = True
     """Whether the model has an output projection. A model stored without one (as by sentence-transformers) only embeds;
     the embedding then serves as projection."""
@@ -251,6 +253,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             mrope_section=mrope_section(str(name), known),
             deepstack=len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
+            unread=why_unread(config),
             generates=not headless,
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
             **facts.shares(layer_type),

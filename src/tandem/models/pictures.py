@@ -17,24 +17,27 @@ _MROPE = {
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
 _CHUNKED = ("qwen2_vl", "qwen2_5_vl")
 """Types whose frequencies stand axis after axis; those of others alternate."""
-ENCODERS = {name: name for name in ("gemma3", "mistral3", "pixtral", *_MROPE)}
+ENCODERS = {name: name for name in ("gemma3", "gemma4", "mistral3", "pixtral", *_MROPE)}
 """Modules of mlx-vlm that have the encoder, by model type."""
 
 
-def why_unread(model_type: str) -> str:
-    """Return why pictures of a type that sees are not read; empty if they are."""
-    if model_type in ENCODERS:
-        return ""
-    return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
+def why_unread(config: JsonMapping) -> str:
+    """Return why pictures of a model that sees are not read; empty if they are."""
+    model_type, text = str(config.get("model_type")), config.get("text_config") or config
+    if model_type not in ENCODERS:
+        return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
+    if model_type in _MROPE and not mrope_section(model_type, text):
+        return "its rotary embedding is scaled (rope_scaling), which is not done for positions in pictures"
+    if model_type == "gemma4" and text.get("use_bidirectional_attention"):
+        return "this gemma4 reads its pictures in both directions (use_bidirectional_attention), which is not done yet"
+    return ""
 
 
 def why_blind(description: ModelDescription) -> str:
     """Return why a model takes no pictures; empty if it takes them."""
     if "vision" not in description.left_out:
         return f"it is a text model (model_type {description.family})"
-    if description.family in _MROPE and not description.mrope_section:
-        return "its rotary embedding is scaled (rope_scaling), which is not done for positions in pictures"
-    return why_unread(description.family)
+    return description.unread
 
 
 def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:

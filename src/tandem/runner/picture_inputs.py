@@ -81,6 +81,7 @@ class PictureInputs:
         if self._found is not None:
             features, taken = self._found
             embedded, self.added = self._stage.embedded(features[..., :width], taken), features[..., width:]
+            x = mx.where(taken, 0, x)  # gemma4's inputs by layer are those of padding there
         with embedded:
             h = self._stage.forward(x, caches)
         if self.added is not None and (rest := self._description.deepstack - self._stage.layers.stop) > 0:

@@ -42,6 +42,9 @@ class _Blank:
         """Return zeros [B, L, H]."""
         return mx.zeros((*tokens.shape, self._width), self._dtype)
 
+    embed_scale, hidden_size_per_layer_input = 1, 0
+    """Entries that gemma4 reads: its embeddings are not scaled here, and its inputs by layer are not made."""
+
     def get_rope_index(self, *_: object, **__: object) -> tuple[None, None]:
         """Return no positions: they are data of the step (runner/picture_inputs.py)."""
         return None, None
@@ -60,7 +63,10 @@ class Encoder:
         # gemma3 scales features by the width of the text model, and qwen2_5_vl reads its entries beside others alone.
         config = read_config(files.path)
         self._model = build_whole({"hidden_size": description.hidden_size, **(config.get("text_config") or {}), **config}, name)
+        self._scale = getattr(self._model.language_model.model, "embed_scale", 1.0)
         self._model.pop("language_model")
+        for name in ("audio_tower", "embed_audio"):
+            setattr(self._model, name, None)
         weights = open_weights(files, _Sanitizing(self._model), description)
         loader = PartLoader(
             quantization=description.quantization,
@@ -93,7 +99,7 @@ class Encoder:
         ids = mx.array([list(tokens)], dtype=mx.int32)
         taken = ids[0] == self._placeholder
         made = self._model.get_input_embeddings(ids, arrays.pop(_PIXELS), mask=mx.ones(ids.shape, mx.int32), **arrays)
-        features = made.inputs_embeds[0].astype(self._dtype)
+        features = (made.inputs_embeds[0] / self._scale).astype(self._dtype)
         if made.deepstack_visual_embeds is not None:
             order = mx.maximum(mx.cumsum(taken.astype(mx.int32)) - 1, 0)
             layers = (mx.where(taken[:, None], one[order], 0) for one in made.deepstack_visual_embeds)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
+from tandem.models.pictures import why_unread
 from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
 from tandem.testing import write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
@@ -40,6 +41,7 @@ WORDS = {
     "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
@@ -52,10 +54,18 @@ TOKENIZER = {
             "image_token": "<image_soft_token>",
         },
     },
+    "gemma4": {
+        "chat_template": GEMMA.replace("<start_of_image>", "<|image|>"),
+        "extra_special_tokens": {
+            **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+            **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+        },
+    },
 }
 PROCESSOR = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
+    "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
 }
 
@@ -293,6 +303,8 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
         refused(ask(live, good), "'unseen_vl'")
+    assert "both directions" in why_unread({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}})
+    assert "is scaled" in why_unread({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"rope_type": "yarn"}}})
     monkeypatch.setattr("tandem.server.chats.pictures.find_spec", lambda name: None)
     from tandem.server.chats.pictures import unseen
 
@@ -307,7 +319,11 @@ SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
 
 @pytest.mark.parametrize(
     ("kind", "shown", "before", "shape"),
-    [("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)), ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32))],
+    [
+        ("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)),
+        ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
+        ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
+    ],
 )
 def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
     see(tmp_path, kind)
