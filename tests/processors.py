@@ -27,6 +27,7 @@ WORDS = {
     "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
@@ -39,10 +40,18 @@ TOKENIZER = {
             "image_token": "<image_soft_token>",
         },
     },
+    "gemma4": {
+        "chat_template": GEMMA.replace("<start_of_image>", "<|image|>"),
+        "extra_special_tokens": {
+            **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+            **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+        },
+    },
 }
 PROCESSOR = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
+    "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,30 @@ IMAGE = 500
 """Token id of placeholders."""
 SEPARATOR = 501
 """Token id between rows of placeholders."""
+START = 502
+"""Token id before a picture, where mlx-vlm counts pictures by it."""
 _TOWER: JsonObject = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "patch_size": 4,
 }  # fmt: skip
+_QWEN: JsonObject = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+GRIDS = ((1, 8, 6), (1, 4, 12), (1, 2, 8))
+"""Patches (time, rows, columns) of pictures of models with positions of three axes, by seed."""
 VISION: dict[str, JsonObject] = {
     "gemma3": {"vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16}},
     "mistral3": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "pixtral": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
+    "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
+    "qwen2_vl": {"vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 64}},
+    "qwen2_5_vl": {"vision_config": {**_QWEN, "fullatt_block_indexes": [1], "window_size": 16}},
+    "qwen3_vl": {"vision_config": {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16}},
+    "qwen3_vl_moe": {"vision_config": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}},
+    "qwen3_5": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
+    "qwen3_5_moe": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
 }
-PLACES = {"gemma3": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
+PLACES = {"gemma3": (4, 0), "gemma4": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
 """Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows."""
 
 
@@ -42,14 +58,37 @@ def seeing_model(directory: Path, family: str) -> Path:
     text = {key: value for key, value in config.items() if key not in ("text_config", "model_type")}
     config["text_config"] = {"model_type": "llama", **text, **config["text_config"], "mm_tokens_per_image": 4}
     config["text_config"]["rope_theta"] = 1e6  # mlx-vlm reads no other of gemma3
-    config |= {**VISION[family], "image_token_index": IMAGE, "vocab_size": 512, "hidden_size": 64, "pad_token_id": 0}
+    config |= {
+        **VISION[family],
+        "image_token_index": IMAGE,
+        "image_token_id": IMAGE,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "pad_token_id": 0,
+    }
+    if family not in PLACES:
+        config["vision_start_token_id"] = START
+        rope: JsonObject = {"type": "default", "mrope_section": [2, 3, 3]}
+        if family.startswith("qwen3_5"):
+            rope = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        config["text_config"] |= {"rope_parameters" if "rope_theta" in rope else "rope_scaling": rope}
+    if family == "gemma4":  # where it is not said, mlx-vlm rotates more than mlx-lm
+        full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+        config["text_config"]["rope_parameters"] = {
+            "full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }  # fmt: skip
     rng = np.random.default_rng(1)
     arrays = {}
-    for name, array in sorted(tree_flatten(build_whole(config, ENCODERS[family]).parameters())):
+    for name, array in sorted(tree_flatten(build_whole({**config["text_config"], **config}, ENCODERS[family]).parameters())):
         noise = rng.standard_normal(array.shape, dtype=np.float32)
         arrays[name] = mx.array(1 + 0.1 * noise if array.ndim == 1 and name.endswith("weight") else noise / 4)
     if family == "gemma3":  # features are divided by the root of the width
         arrays["multi_modal_projector.mm_input_projection_weight"] *= 16
+    for name in arrays if family not in PLACES else ():
+        if name.endswith("A_log"):
+            arrays[name] -= 3  # states forget what was read a few tokens ago otherwise
+        elif name.endswith(("self_attn.q_proj.weight", "self_attn.q_norm.weight")):
+            arrays[name] *= 4  # attention hardly looks at positions otherwise
     directory.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(directory / "model.safetensors"), arrays, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config))
@@ -59,6 +98,15 @@ def seeing_model(directory: Path, family: str) -> Path:
 
 def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
     """What the processor makes of pictures of 16 x 16, each of noise."""
+    if family not in PLACES:
+        grids = np.array([GRIDS[seed % len(GRIDS)] for seed in seeds], np.int64)
+        random = zip(map(np.random.default_rng, seeds), grids, strict=True)
+        patches = [rng.standard_normal((grid.prod(), 96)) for rng, grid in random]
+        return {"pixel_values": np.concatenate(patches).astype(np.float32), "image_grid_thw": grids}
+    if family == "gemma4":
+        places = np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1).reshape(16, 2)
+        patches = [np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32) for seed in seeds]
+        return {"pixel_values": np.stack(patches), "image_position_ids": np.stack([places] * len(seeds))}
     pixels = [np.random.default_rng(seed).standard_normal((3, 16, 16)).astype(np.float32) for seed in seeds]
     sizes = {} if family == "gemma3" else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
     return {"pixel_values": np.stack(pixels), **sizes}
@@ -72,7 +120,9 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
         if isinstance(part, list):
             tokens += part
             continue
-        row, rows = PLACES[family]
+        if family not in PLACES:
+            tokens.append(START)
+        row, rows = PLACES.get(family, (math.prod(GRIDS[part % len(GRIDS)]) // 4, 0))
         span = [IMAGE] * row if not rows else ([IMAGE] * row + [SEPARATOR]) * rows
         span = span[:-1] if rows else span
         data = save(inputs(family, part))
@@ -84,15 +134,20 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
 def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> list[int]:
     """What mlx-vlm's own model answers, greedily."""
     config = json.loads((directory / "config.json").read_text())
-    model: Any = build_whole(config, ENCODERS[family])
+    model: Any = build_whole({**config["text_config"], **config}, ENCODERS[family])
     model.load_weights(str(directory / "model.safetensors"))
     tokens, _ = prompt_with(family, *parts)
     arrays = {name: mx.array(one) for name, one in inputs(family, *(one for one in parts if isinstance(one, int))).items()}
     ids = mx.array([tokens])
     embeds = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones(ids.shape, mx.int32), **arrays)
     cache, found = make_prompt_cache(model.language_model), list[int]()
-    logits = model.language_model(ids, inputs_embeds=embeds.inputs_embeds, cache=cache).logits
+    taken = {"inputs_embeds": embeds.inputs_embeds, "position_ids": embeds.position_ids}
+    taken |= {name: getattr(embeds, name) for name in ("visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs")}
+    logits = model.language_model(ids, cache=cache, **{key: one for key, one in taken.items() if one is not None}).logits
     while len(found) < count:
+        place = {}
+        if embeds.rope_deltas is not None:
+            place["position_ids"] = mx.broadcast_to(len(tokens) + len(found) + embeds.rope_deltas, (3, 1, 1))
         found.append(int(mx.argmax(logits[0, -1])))
-        logits = model.language_model(mx.array([found[-1:]]), cache=cache).logits
+        logits = model.language_model(mx.array([found[-1:]]), cache=cache, **place).logits
     return found

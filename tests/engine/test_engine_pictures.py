@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from tandem.protocol.control import EngineMessage
 from tandem.protocol.pictures import EncodePicture, PictureEncoded, hashed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp
+from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pictures import Encoder, PictureFeatures
 from tandem.scheduler.sequence import Sequence
 from tandem.testing import tiny_model
@@ -55,10 +55,10 @@ def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> N
     """One and two pictures beside text, in chunks that end inside of them."""
     path = seeing_model(tmp_path, family)
     prompts: dict[str, tuple[list[int] | int, ...]] = {
-        "one": (BEFORE, 1, AFTER),
-        "other": (BEFORE, 2, AFTER),
-        "two": (BEFORE, 2, BETWEEN, 1, AFTER),
-        "twice": (BEFORE, 1, 1, AFTER),
+        "one": (BEFORE, 1, AFTER[:9]),
+        "other": (BEFORE, 2, AFTER[:9]),
+        "two": (BEFORE, 2, BETWEEN, 1, AFTER[:9]),
+        "twice": (BEFORE, 1, 1, AFTER[:9]),
     }
     want = {name: alone(path, family, PARAMS.max_tokens, *parts) for name, parts in prompts.items()}
     assert len({tuple(tokens) for tokens in want.values()}) == len(want)
@@ -72,13 +72,16 @@ def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> N
 
 def test_cached_prefixes_are_of_one_picture(tmp_path: Path) -> None:
     """Placeholders are alike in all pictures: another picture in the same text hits what stands before it alone."""
-    path = seeing_model(tmp_path, "pixtral")
+    path = seeing_model(tmp_path, "qwen3_vl")
     start = [3 + i % 290 for i in range(40)]
-    asked = [request(name, "pixtral", start, seed, AFTER) for name, seed in (("first", 1), ("other", 2), ("again", 1))]
+    asked = [request(name, "qwen3_vl", start, seed, AFTER) for name, seed in (("first", 1), ("other", 2), ("again", 1))]
     with LLM(str(path), prefix_cache=0.25, kv_tokens=2000) as llm:
-        outputs = {one.request_id: next(iter(submitted(llm, [one]))) for one in asked}
+        outputs = {one.request_id: list(submitted(llm, [one])) for one in asked}
         held = ask(llm, lambda engine: list(engine._pictures._held))
-    assert {name: output.cached_tokens for name, output in outputs.items()} == {"first": 0, "other": 32, "again": 96}
+    assert {name: found[0].cached_tokens for name, found in outputs.items()} == {"first": 0, "other": 32, "again": 64}
+    for name, seed in (("other", 2), ("again", 1)):
+        found = [token for output in outputs[name] for token in output.tokens]
+        assert found == alone(path, "qwen3_vl", PARAMS.max_tokens, start, seed, AFTER)
     assert held == [asked[1].pictures[0].key, asked[0].pictures[0].key]  # the one used last is evicted last
     assert hashed(asked[0].prompt, asked[0].pictures)[:40] == start
     twice, moved = ((replace(asked[0].pictures[0], start=at, length=5) for at in places) for places in ((40, 45), (40,)))
@@ -87,32 +90,34 @@ def test_cached_prefixes_are_of_one_picture(tmp_path: Path) -> None:
 
 def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two pictures many are answered, also after preemption; features are encoded again where they left."""
-    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", 2 * 4 * 64 * 4)
-    path = seeing_model(tmp_path, "gemma3")
+    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", budget := 24 * 4 * 64 * 4)
+    path = seeing_model(tmp_path, "qwen3_vl")
     parts: list[tuple[list[int] | int, ...]] = [(BEFORE[i:], i, BETWEEN, i % 3 + 1, AFTER) for i in range(6)]
-    requests = [request(str(i), "gemma3", *one) for i, one in enumerate(parts)]
+    requests = [request(str(i), "qwen3_vl", *one) for i, one in enumerate(parts)]
     with LLM(str(path), prefill_chunk=16, prefix_cache=0.0) as llm:
         found = answers(llm, *requests, seen=lambda _: llm.engine.scheduler.batches.relieve())
-        held, preemptions = ask(llm, lambda engine: (len(engine._pictures._held), engine.scheduler.batches.preemptions))
+        held, preemptions = ask(llm, lambda engine: (sum(engine._pictures._held.values()), engine.scheduler.batches.preemptions))
         with pytest.raises(RequestError, match="send fewer or smaller ones"):
-            answers(llm, request("three", "gemma3", 1, 2, 3, AFTER))
-    assert held == 2 and preemptions
-    assert found == {str(i): alone(path, "gemma3", PARAMS.max_tokens, *one) for i, one in enumerate(parts)}
+            answers(llm, request("three", "qwen3_vl", 1, 2, 3, AFTER))
+        with pytest.raises(RequestError, match="no image_grid_thw that fits"):
+            answers(llm, replace(requests[0], pictures=(replace(requests[0].pictures[0], length=11),)))
+    assert 0 < held <= budget and preemptions
+    assert found == {str(i): alone(path, "qwen3_vl", PARAMS.max_tokens, *one) for i, one in enumerate(parts)}
 
 
 def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
     """New ranks encode again what the request still has. The rank of the second stage is killed."""
-    path = seeing_model(tmp_path, "mistral3")
+    path = seeing_model(tmp_path, "qwen3_vl")
     prompts: dict[str, tuple[list[int] | int, ...]] = {"a": (BEFORE, 1, AFTER), "b": (BEFORE, 2, BETWEEN, 1), "text": (BEFORE,)}
     with LLM(str(path), pipeline_parallel_size=2, prefill_chunk=16, max_restarts=2) as llm:
         kept = ask(llm, lambda engine: [ready.picture_bytes for ready in engine.rank_group.ready])
         killer = Killer(llm)
-        found = answers(llm, *(request(name, "mistral3", *parts) for name, parts in prompts.items()), seen=killer)
+        found = answers(llm, *(request(name, "qwen3_vl", *parts) for name, parts in prompts.items()), seen=killer)
         check(llm)
     assert killer.killed
     assert kept == [FEATURE_BYTES + INPUT_BYTES + describe(resolve(str(path))).vision_bytes, 0]
     for name in ("a", "b"):
-        assert found[name] == alone(path, "mistral3", PARAMS.max_tokens, *prompts[name])
+        assert found[name] == alone(path, "qwen3_vl", PARAMS.max_tokens, *prompts[name])
 
 
 def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> None:
@@ -123,37 +128,41 @@ def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> Non
     assert "more than the 16 pixels" in error
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])
-def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int]) -> None:
-    """The first stage puts the features in; the others need nothing of a picture. So do all ranks that share layers."""
+def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family: str) -> None:
+    """The first stage puts the features in; the others need positions at most. So do all ranks that share layers."""
     stages, size = layout
-    files = resolve(str(seeing_model(tmp_path, "gemma3")))
+    files = resolve(str(seeing_model(tmp_path, family)))
     description = describe(files)
-    tokens, pictures = prompt_with("gemma3", BEFORE, 1, BETWEEN, 2, AFTER)
-    insert = InsertOp("a", tokens, len(tokens), PARAMS, pictures=[(one.key, one.start, one.length) for one in pictures])
+    tokens, pictures = prompt_with(family, BEFORE, 1, BETWEEN, 2, AFTER)
+    insert = InsertOp("a", tokens, len(tokens), PARAMS, pictures=[one.span for one in pictures])
     shards = plan_shards(description, size)
 
     def work(rank: ThreadRank) -> list[int]:
         parallel = {} if size == 1 else {"shard": shards[rank.rank], "tensor_parallel": rank}
-        parts = [load_stage(files, description, one, **parallel) for one in split_layers(description.num_layers, stages)]
+        layers = split_layers(description.num_layers, stages, uncut=description.uncut)
+        parts = [load_stage(files, description, one, **parallel) for one in layers]
         held = PictureFeatures(partial(Encoder, files, mx.float32))
         errors = [held.encode(EncodePicture(one.key, tokens[one.start :][: one.length], one.inputs)) for one in pictures]
         assert errors == ["", ""]
         caches, found = [part.make_caches() for part in parts], list[int]()
+        inputs = [PictureInputs(part, description, held if part.is_first else None) for part in parts]
         ops = [PrefillOp("a", start, min(13, len(tokens) - start), False) for start in range(0, len(tokens), 13)]
         while len(found) < PARAMS.max_tokens:
             op = ops.pop(0) if ops else None
             h = mx.array([tokens[op.start : op.start + op.count] if op else found[-1:]], mx.int32)
-            features = held.of([op], [insert], op.count) if op else None
-            with parts[0].embedded(*features) if features else nullcontext():
-                h = parts[0].forward(h, caches[0])
-            for part, own in zip(parts[1:], caches[1:], strict=True):
+            for part, own in zip(inputs, caches, strict=True):
+                if op:
+                    part.choose_chunks([op], [insert], op.count)
+                else:
+                    part.choose_rows([insert])
                 h = part.forward(h, own)
             found += [] if ops else [int(mx.argmax(parts[-1].head(h)[0, -1]))]
         return found
 
     found = ThreadGroup(size).run(work)
-    assert found == [alone(files.path, "gemma3", PARAMS.max_tokens, BEFORE, 1, BETWEEN, 2, AFTER)] * size
+    assert found == [alone(files.path, family, PARAMS.max_tokens, BEFORE, 1, BETWEEN, 2, AFTER)] * size
 
 
 def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

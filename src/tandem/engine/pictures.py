@@ -53,6 +53,8 @@ class PictureManager:
                 raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
             if len(picture.inputs) > INPUT_BYTES:
                 raise _too_large(f"picture {number} takes", len(picture.inputs), INPUT_BYTES)
+            if self._group.layout.description.mrope_section and not picture.span.rows:
+                raise RequestError(f"picture {number} has no image_grid_thw that fits its tokens", param="messages")
             stop = picture.start + picture.length
         need = sum({picture.key: self._bytes(picture.length) for picture in request.pictures}.values())
         if need > FEATURE_BYTES:
@@ -64,7 +66,8 @@ class PictureManager:
             raise OverloadedError("pictures of other requests fill the room for them; try again later")
 
     def _bytes(self, positions: int) -> int:
-        return 4 * self._group.layout.description.hidden_size * positions
+        description = self._group.layout.description
+        return 4 * description.hidden_size * (1 + description.deepstack) * positions
 
     def look(self, scheduler: Scheduler) -> None:
         """Let waiting sequences join whose features are held, and order the next picture if none is being encoded. Raises

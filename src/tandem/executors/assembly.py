@@ -36,6 +36,7 @@ from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
 from tandem.runner.mtp_head import load_mtp_head
+from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pictures import Encoder, PictureFeatures
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
@@ -180,11 +181,14 @@ def build_runner(
     return runner, _ready(spec, runner, trouble, describe(files) if files and stage.is_first else None)
 
 
-def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureFeatures | None:
-    """Return the features of pictures on a rank of the first stage; None elsewhere, and for models that take no pictures."""
-    if not stage.is_first or files is None or why_blind(describe(files)):
+def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureInputs | None:
+    """Return the inputs of a rank's layers from pictures; None for models that take no pictures."""
+    if files is None or why_blind(description := describe(files)):
         return None
-    return PictureFeatures(partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu())))
+    if not stage.is_first:
+        return PictureInputs(stage, description)
+    features = PictureFeatures(partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu())))
+    return PictureInputs(stage, description, features)
 
 
 def _open_disk(

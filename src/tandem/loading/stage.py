@@ -5,7 +5,7 @@ Chained stages compute bit for bit what mlx-lm's own model computes in one proce
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -138,6 +138,11 @@ class StageModel:
             return mx.concatenate(parts)
         h = self._pipeline_model.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)
+
+    def replace_layers(self, replaced: Callable[[int, nn.Module], nn.Module]) -> None:
+        """Replace each own layer, given by its number, with what `replaced` returns for it."""
+        for i in self.layers:
+            self._pipeline_model.put_layer(i, replaced(i, self._pipeline_model.layers[i]))
 
     @contextmanager
     def embedded(self, features: mx.array, taken: mx.array) -> Iterator[None]:

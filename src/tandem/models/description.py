@@ -25,7 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
-from tandem.models.pictures import ENCODERS
+from tandem.models.pictures import mrope_section, why_unread
 from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.models.sources import has_mlx_vlm
 
@@ -163,8 +163,14 @@ class ModelDescription:
     """Numbers of layers that cache a latent."""
     uncut: frozenset[int] = frozenset()
     """Layers at which no stage can begin, since they reuse keys and values of earlier layers."""
+    mrope_section: tuple[int, ...] = ()
+    """Rotary frequencies of each axis (time, row, column) of positions in pictures; empty if positions have one axis."""
+    deepstack: int = 0
+    """Number of first layers behind which features of pictures are added."""
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
+    unread: str = ""
+    """Reason why its pictures are not read, if it sees; empty if they are."""
     generates: bool = True
     """Whether the model has an output projection. A model stored without one (as by sentence-transformers) only embeds;
     the embedding then serves as projection."""
@@ -247,8 +253,11 @@ def describe(files: ModelFiles) -> ModelDescription:
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
-            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if name in ENCODERS and has_mlx_vlm() else 0,
+            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if has_mlx_vlm() and not why_unread(config) else 0,
+            mrope_section=mrope_section(str(name), known),
+            deepstack=len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
+            unread=why_unread(config),
             generates=not headless,
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
             **facts.shares(layer_type),

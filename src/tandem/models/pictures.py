@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tandem.json_types import JsonMapping
+
 if TYPE_CHECKING:
     from tandem.models.description import ModelDescription
 
@@ -11,19 +13,49 @@ FEATURE_BYTES = 256 * 2**20
 """Most bytes of features on each rank of the first stage, counted as float32."""
 INPUT_BYTES = 64 * 2**20
 """Most bytes of one picture's inputs."""
-ENCODERS = {"gemma3": "gemma3", "mistral3": "mistral3", "pixtral": "pixtral"}
-"""Modules of mlx-vlm that have the encoder, by model type. Their layers need nothing of a picture but its embeddings."""
+_MROPE = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (11, 11, 10)),
+}
+"""Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
+_CHUNKED = ("qwen2_vl", "qwen2_5_vl")
+"""Types whose frequencies stand axis after axis; those of others alternate."""
+ENCODERS = {name: name for name in ("gemma3", "gemma4", "mistral3", "pixtral", *_MROPE)}
+"""Modules of mlx-vlm that have the encoder, by model type."""
 
 
-def why_unread(model_type: str) -> str:
-    """Return why pictures of a type that sees are not read; empty if they are."""
-    if model_type in ENCODERS:
-        return ""
-    return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
+def why_unread(config: JsonMapping) -> str:
+    """Return why pictures of a model that sees are not read; empty if they are."""
+    model_type, text = str(config.get("model_type")), config.get("text_config") or config
+    if model_type not in ENCODERS:
+        return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
+    if model_type in _MROPE and not mrope_section(model_type, text):
+        return "its rotary embedding is scaled (rope_scaling), which is not done for positions in pictures"
+    if model_type == "gemma4" and text.get("use_bidirectional_attention"):
+        return "this gemma4 reads its pictures in both directions (use_bidirectional_attention), which is not done yet"
+    return ""
 
 
 def why_blind(description: ModelDescription) -> str:
     """Return why a model takes no pictures; empty if it takes them."""
     if "vision" not in description.left_out:
         return f"it is a text model (model_type {description.family})"
-    return why_unread(description.family)
+    return description.unread
+
+
+def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:
+    """Return the rotary frequencies of each axis of positions; empty if they have one axis, or are scaled."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if model_type not in _MROPE or (rope.get("rope_type") or rope.get("type") or "default") not in ("default", "mrope"):
+        return ()
+    return tuple(rope.get("mrope_section") or _MROPE[model_type])
+
+
+def rotary_axes(description: ModelDescription, count: int) -> list[int]:
+    """Return the axis of positions (0 time, 1 row, 2 column) that each of `count` rotary frequencies turns by."""
+    times, rows, columns = description.mrope_section
+    if description.family in _CHUNKED:
+        return ([0] * times + [1] * rows + [2] * columns + [0] * count)[:count]
+    lengths = (0, 3 * rows, 3 * columns)
+    return [i % 3 if i < lengths[i % 3] else 0 for i in range(count)]

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
+
+
+class PictureSpan(Struct, frozen=True, array_like=True):
+    """Where a picture stands in a prompt. Its features are on the ranks of the first stage."""
+
+    key: str
+    start: int
+    length: int
+    rows: int = 0
+    columns: int = 0
+    """Grid of its features, for models whose positions have three axes."""
+
+    @property
+    def stop(self) -> int:
+        """Position in the prompt of the first token after it."""
+        return self.start + self.length
+
+    @property
+    def shift(self) -> int:
+        """What it adds to the rotary positions of all later tokens: a picture takes as many as its longer side."""
+        return max(self.rows, self.columns) - self.length
 
 
 class Picture(Struct, frozen=True, kw_only=True):
@@ -20,6 +43,20 @@ class Picture(Struct, frozen=True, kw_only=True):
     inputs: bytes
     """safetensors of the processor's arrays for this picture: `pixel_values` and what the model takes beside it
     (`image_grid_thw`, `image_sizes` ...), under the names of the processor."""
+
+    @property
+    def span(self) -> PictureSpan:
+        """Where it stands, with the grid of its features if `inputs` have one that fits."""
+        try:
+            data = 8 + int.from_bytes(self.inputs[:8], "little")
+            start, stop = json.loads(self.inputs[8:data])["image_grid_thw"]["data_offsets"]
+            times, height, width = struct.unpack("<3q", self.inputs[data + start : data + stop])
+            merged = round((height * width / self.length) ** 0.5)
+            rows, columns = height // merged, width // merged
+        except (LookupError, TypeError, ValueError, ArithmeticError, struct.error):
+            return PictureSpan(self.key, self.start, self.length)
+        fits = times == 1 and rows > 0 and rows * columns == self.length
+        return PictureSpan(self.key, self.start, self.length, rows * fits, columns * fits)
 
 
 class EncodePicture(Struct, frozen=True, tag=True):

@@ -14,6 +14,7 @@ from msgspec import Struct, msgpack
 
 from tandem.protocol.kv_blocks import StoreOp
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.pictures import PictureSpan
 from tandem.protocol.request import Pooling, SamplingParams
 
 NOT_FINITE = -1
@@ -52,8 +53,8 @@ class InsertOp(Struct, frozen=True, array_like=True):
     params: SamplingParams
     adapter: int = 0
     """Index of the LoRA adapter that the row uses; 0 for none."""
-    pictures: list[tuple[str, int, int]] = []
-    """(Key, start, length) of the pictures in its prompt, whose features ranks of the first stage hold."""
+    pictures: list[PictureSpan] = []
+    """Pictures in its prompt, in the order of their positions."""
 
 
 class PrefillOp(Struct, frozen=True, array_like=True):

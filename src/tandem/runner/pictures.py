@@ -42,6 +42,13 @@ class _Blank:
         """Return zeros [B, L, H]."""
         return mx.zeros((*tokens.shape, self._width), self._dtype)
 
+    embed_scale, hidden_size_per_layer_input = 1, 0
+    """Entries that gemma4 reads: its embeddings are not scaled here, and its inputs by layer are not made."""
+
+    def get_rope_index(self, *_: object, **__: object) -> tuple[None, None]:
+        """Return no positions: they are data of the step (runner/picture_inputs.py)."""
+        return None, None
+
 
 class Encoder:
     """Vision tower and projector of a model."""
@@ -51,9 +58,13 @@ class Encoder:
         require_mlx_vlm("pictures are encoded")
         description = describe(files)
         name = ENCODERS[description.family]
-        # gemma3 scales features by the width of the text model, which some configs name in its entries alone.
-        self._model = build_whole({"hidden_size": description.hidden_size, **read_config(files.path)}, name)
+        # gemma3 scales features by the width of the text model, and qwen2_5_vl reads its entries beside others alone.
+        config = read_config(files.path)
+        self._model = build_whole({"hidden_size": description.hidden_size, **(config.get("text_config") or {}), **config}, name)
+        self._scale = getattr(self._model.language_model.model, "embed_scale", 1.0)
         self._model.pop("language_model")
+        for name in ("audio_tower", "embed_audio"):
+            setattr(self._model, name, None)
         weights = open_weights(files, _Sanitizing(self._model), description)
         loader = PartLoader(
             quantization=description.quantization,
@@ -66,13 +77,16 @@ class Encoder:
         self._model = loader.load("", self._model, own)
         self._model.language_model = _Blank(description.hidden_size, dtype)
         self._dtype = dtype
-        config = self._model.config
+        made = self._model.config
         self._placeholder = next(
-            found for key in ("image_token_index", "image_token_id") if (found := getattr(config, key, None)) is not None
+            found for key in ("image_token_index", "image_token_id") if (found := getattr(made, key, None)) is not None
         )
 
     def encode(self, tokens: Sequence[int], inputs: bytes) -> tuple[mx.array, mx.array]:
-        """Return a picture's features [L, H], zeros between its placeholders, and where these are: bool [L]."""
+        """Return a picture's features [L, H], zeros between its placeholders, and where these are: bool [L].
+
+        Features that are added behind the first layers follow in the last axis: [L, H + layers * H].
+        """
         arrays: Any = mx.load(io.BytesIO(inputs), format="safetensors")
         if _PIXELS not in arrays:
             raise ValueError(f"the processor made no {_PIXELS}")
@@ -83,7 +97,11 @@ class Encoder:
         ids = mx.array([list(tokens)], dtype=mx.int32)
         taken = ids[0] == self._placeholder
         made = self._model.get_input_embeddings(ids, arrays.pop(_PIXELS), mask=mx.ones(ids.shape, mx.int32), **arrays)
-        features = made.inputs_embeds[0].astype(self._dtype)
+        features = (made.inputs_embeds[0] / self._scale).astype(self._dtype)
+        if made.deepstack_visual_embeds is not None:
+            order = mx.maximum(mx.cumsum(taken.astype(mx.int32)) - 1, 0)
+            layers = (mx.where(taken[:, None], one[order], 0) for one in made.deepstack_visual_embeds)
+            features = mx.concatenate([features, *(one.astype(self._dtype) for one in layers)], axis=-1)
         mx.eval(features, taken)
         if not mx.any(taken).item():
             raise ValueError(f"its tokens have no placeholder ({self._placeholder})")
@@ -131,13 +149,14 @@ class PictureFeatures:
         no chunk has a position of a picture. Raise BatchDesync for a picture that is not held."""
         parts: list[tuple[int, slice, mx.array, mx.array]] = []
         for row, (op, insert) in enumerate(zip(ops, inserts, strict=True)):
-            for key, start, length in insert.pictures:
-                first, stop = max(start, op.start), min(start + length, op.start + op.count)
+            for one in insert.pictures:
+                first, stop = max(one.start, op.start), min(one.stop, op.start + op.count)
                 if first >= stop:
                     continue
-                if key not in self._held:
-                    raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} has picture {key[:12]}, which is not held here")
-                features, taken = (one[first - start : stop - start] for one in self._held[key])
+                if one.key not in self._held:
+                    why = f"{op.request_id} has picture {one.key[:12]}, which is not held here"
+                    raise BatchDesync(f"BATCH DESYNC DETECTED: {why}")
+                features, taken = (part[first - one.start : stop - one.start] for part in self._held[one.key])
                 parts.append((row, slice(first - op.start, stop - op.start), features, taken))
         if not parts:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -30,7 +30,7 @@ from tandem.runner.kv_buffer import Attention
 from tandem.runner.kv_store import may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
-from tandem.runner.pictures import PictureFeatures
+from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pooler import Pooler, label_logprobs, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_rows import PromptRows, joined, only_pooled, row_of
@@ -112,15 +112,15 @@ class Runner:
         head: bool = False,
         attention: Attention | None = None,
         disk: KVDisk | None = None,
-        pictures: PictureFeatures | None = None,
+        pictures: PictureInputs | None = None,
     ) -> None:
         """Store the collaborators. `link` connects the stages of a pipeline, `group` the ranks of this stage; None for a
         single one.
 
         `samples`: True on the one sampling rank, which needs `vocabulary` for grammars. `drafts`: maximum drafts per sequence
         in a plan; `drafter`: draft model or head, on the sampling rank; `head`: True on all ranks if it is a head.
-        `attention` replaces mlx-lm's in decode steps; `disk`: disk cache, None without one; `pictures`: features of
-        pictures, on the first stage of a model that takes them. Raises UnsupportedModel for drafts with a model whose
+        `attention` replaces mlx-lm's in decode steps; `disk`: disk cache, None without one; `pictures`: inputs from
+        pictures, None for a model that takes none. Raises UnsupportedModel for drafts with a model whose
         caches cannot be trimmed.
         """
         if drafts and stage.changing_rope:
@@ -245,7 +245,7 @@ class Runner:
         tokens = self._feedback(pending, ids)[:, None] if self.stage.is_first else None
         if tokens is not None and len(ids) < len(order):  # an idle row takes the token of the row before, or of the first
             tokens = tokens[mx.array([max(n - 1, 0) for n in accumulate(map(bool, order))], dtype=mx.int32)]
-        self._choose_adapters(micro_batch, order)
+        self._choose_rows(micro_batch, order)
         hidden = self._forward(pending, (len(order), 1), tokens, micro_batch.store.batch())
         if len(ids) < len(order):
             hidden = hidden[mx.array([row for row, one in enumerate(order) if one], dtype=mx.int32)]
@@ -262,7 +262,7 @@ class Runner:
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
-        self._choose_adapters(micro_batch, order)
+        self._choose_rows(micro_batch, order)
         hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in filter(None, order):
@@ -302,10 +302,9 @@ class Runner:
         if others:
             caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
         self._choose_adapters(micro_batch, [op.request_id for op in ops])
-        inserts = [micro_batch.held[op.request_id].insert for op in ops]
-        found = self._pictures.of(ops, inserts, width) if self._pictures is not None else None
-        with self.stage.embedded(*found) if found is not None else nullcontext():
-            hidden = self._forward(pending, (len(ops), width), tokens, caches)
+        if self._pictures is not None:
+            self._pictures.choose_chunks(ops, [micro_batch.held[op.request_id].insert for op in ops], width)
+        hidden = self._forward(pending, (len(ops), width), tokens, caches)
         kept = [caches]
         if not others and width > ops[0].count:
             whole: Sequence[Any] = caches
@@ -382,6 +381,12 @@ class Runner:
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))
 
+    def _choose_rows(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
+        """Choose the decoding sequences `ids` (empty: an idle row) for the next forward pass."""
+        self._choose_adapters(micro_batch, ids)
+        if self._pictures is not None:
+            self._pictures.choose_rows([micro_batch.held[one].insert if one else None for one in ids])
+
     def _choose_adapters(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
         """Choose the LoRA adapter of each of `ids` (empty: an idle row) for the next forward pass."""
         if self.stage.adapters.most:
@@ -393,8 +398,9 @@ class Runner:
         """Run one forward pass over [rows, positions]. Input: tokens or the previous stage's output; output: to the next
         stage or the sampler."""
         step_id = pending.plan.step_id
-        given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))
-        hidden = self.stage.forward(given, caches)
+        stage, width = (self._pictures, self._pictures.extra) if self._pictures is not None else (self.stage, 0)
+        given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size + width))
+        hidden = stage.forward(given, caches)
         if pending.plan.digest and not self.stage.is_first:
             pending.received.append(digest(given))
         if pending.plan.digest and (self._group is not None or not self.stage.is_last):

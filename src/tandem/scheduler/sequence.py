@@ -182,7 +182,7 @@ class Sequence:
         self.told = len(self.tokens)
         self.awaits_grammar = self.samples and self.request.params.structured_outputs is not None
         adapter = self.adapter.index if self.adapter is not None else 0
-        pictures = [(one.key, one.start, one.length) for one in self.request.pictures]
+        pictures = [one.span for one in self.request.pictures]
         return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params, adapter, pictures)
 
     @property

@@ -21,7 +21,7 @@ from processors import encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
-from tandem.models.pictures import ENCODERS
+from tandem.models.pictures import why_unread
 from tandem.server.chats import picture_fetch
 from tandem.server.chats.pictures import check_given
 from tandem.server.openai.messages import GivenPicture
@@ -39,11 +39,9 @@ def seeing(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen")
     kept = {"journal": str(tmp_path_factory.mktemp("journal")), "keep_conversations": 60}
     see(path, "qwen2_5_vl")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENCODERS, "qwen2_5_vl", "qwen2_5_vl")
-        kept["image_hosts"] = ("localhost",)
-        with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
-            yield live
+    kept["image_hosts"] = ("localhost",)
+    with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
+        yield live
 
 
 def uri(raw, kind="image/png"):
@@ -339,6 +337,8 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
         refused(ask(live, good), "'unseen_vl'")
+    assert "both directions" in why_unread({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}})
+    assert "is scaled" in why_unread({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"rope_type": "yarn"}}})
     monkeypatch.setattr("tandem.server.chats.pictures.find_spec", lambda name: None)
     from tandem.server.chats.pictures import unseen
 
@@ -353,7 +353,11 @@ SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
 
 @pytest.mark.parametrize(
     ("kind", "shown", "before", "shape"),
-    [("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)), ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32))],
+    [
+        ("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)),
+        ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
+        ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
+    ],
 )
 def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
     see(tmp_path, kind)

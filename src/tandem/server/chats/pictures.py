@@ -32,7 +32,7 @@ def unseen(source: str) -> str:
     config = read_json(file) if file.exists() else {}
     if not config.get("vision_config"):
         return "this model takes text alone; send text, or name a model that sees"
-    if why := why_unread(str(config.get("model_type"))):
+    if why := why_unread(config):
         return f"{why}; send text alone"
     if find_spec("PIL") is None or find_spec("mlx_vlm") is None:
         return "pictures need the extra 'vision' on the server (pip install 'mlx-tandem[vision]'); send text alone"

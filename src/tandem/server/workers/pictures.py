@@ -28,6 +28,9 @@ LOW = (512, 512)
 """Largest size, in pixels, of pictures with `detail` "low"."""
 _KINDS = "send PNG, JPEG, WebP, GIF or AVIF"
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
+_TORCHVISION = {"PixtralProcessor": "pixtral", "Gemma4Processor": "gemma4"}
+_OTHERS = frozenset({"feature_extractor", "video_processor"})
+"""Processors of sound and videos, which are not loaded."""
 _OWN = frozenset({"image_processor", "tokenizer", "chat_template", "self"})
 
 
@@ -52,10 +55,11 @@ class Processor:
 
         kind = str(read_json(Path(source) / "config.json").get("model_type"))
         name = PROCESSOR_MAPPING_NAMES[kind]
-        if name == "PixtralProcessor":  # its module takes a function from torchvision's backend that Pillow's has too
-            package = "transformers.models.pixtral"
-            sys.modules[f"{package}.image_processing_pixtral"] = import_module(f"{package}.image_processing_pil_pixtral")
-            base = import_module(f"{package}.processing_pixtral").PixtralProcessor
+        if name in _TORCHVISION:  # its module takes a function from torchvision's backend that Pillow's has too
+            own = _TORCHVISION[name]
+            package = f"transformers.models.{own}"
+            sys.modules[f"{package}.image_processing_{own}"] = import_module(f"{package}.image_processing_pil_{own}")
+            base = getattr(import_module(f"{package}.processing_{own}"), name)
         else:
             base = getattr(transformers, name)
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
@@ -64,7 +68,9 @@ class Processor:
         images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **only)
         file = Path(source) / "processor_config.json"
         stored = read_json(file) if file.exists() else {}
-        options = {name: stored[name] for name in inspect.signature(base.__init__).parameters.keys() - _OWN if name in stored}
+        taken = inspect.signature(base.__init__).parameters
+        options = {name: stored[name] for name in taken.keys() - _OWN if name in stored}
+        options |= dict.fromkeys(_OTHERS & taken.keys())
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **only)
         self._processor: Any = made(image_processor=images, tokenizer=tokenizer, **options)
         self._settings: str = f"{base.__name__} {images.to_json_string()}"

@@ -1,0 +1,137 @@
+"""What a stage's layers take of pictures (mlx): features in place of embeddings and behind the first layers, and positions
+on three axes.
+
+All of it is data of one pass. Later stages get features for their layers beside the payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from tandem.loading.quantized_kv import Cache
+from tandem.loading.seams import Placeholder
+from tandem.loading.stage import Apart, StageModel
+from tandem.models.description import ModelDescription
+from tandem.models.pictures import rotary_axes
+from tandem.protocol.pictures import EncodePicture, PictureSpan
+from tandem.protocol.step import InsertOp, PrefillOp
+from tandem.runner.pictures import PictureFeatures
+
+
+class PictureInputs:
+    """Inputs of a stage's next pass that come from pictures."""
+
+    def __init__(self, stage: StageModel, description: ModelDescription, features: PictureFeatures | None = None) -> None:
+        """Make the layers of `stage` take positions and features. `features`: those of the rank, on the first stage."""
+        self._stage, self._description, self._features = stage, description, features
+        self._deep = range(stage.layers.start, description.deepstack)
+        self._found: tuple[mx.array, mx.array] | None = None
+        self.positions: mx.array | None = None
+        """int32 [B]: what pictures add to each row's positions; or the positions [3, B, L]. None without pictures."""
+        self.added: mx.array | None = None
+        """Features [B, L, layers * H] for the stage's first layer and later ones, while the pass runs."""
+        self.extra = 0
+        """Elements per position that the stage receives beside the payload in the next pass."""
+        if description.mrope_section:
+            stage.replace_layers(self._replaced)
+
+    def _replaced(self, i: int, layer: nn.Module) -> nn.Module:
+        for module in layer.modules():
+            if type(rope := module.get("rope")) is nn.RoPE:
+                module.rope = _Rope(rope, rotary_axes(self._description, rope.dims // 2), self)
+        return _AddsFeatures(layer, self, i - self._stage.layers.start) if i in self._deep else layer
+
+    def encode(self, order: EncodePicture) -> str:
+        """Encode a picture. Return why it cannot be encoded, empty if it was."""
+        return self._features.encode(order) if self._features is not None else "only the first stage encodes pictures"
+
+    def choose_rows(self, inserts: Sequence[InsertOp | None]) -> None:
+        """Choose the decoding sequences of the next pass, by row; None for idle rows."""
+        if self._description.mrope_section and any(one is not None and one.pictures for one in inserts):
+            shifts = [sum(span.shift for span in one.pictures) if one is not None else 0 for one in inserts]
+            self.positions = mx.array(shifts, mx.int32)
+
+    def choose_chunks(self, ops: Sequence[PrefillOp], inserts: Sequence[InsertOp], width: int) -> None:
+        """Choose the chunks of prompts of the next pass, which has `width` positions a row. Raises BatchDesync."""
+        chunks = [(op, one.pictures) for op, one in zip(ops, inserts, strict=True)]
+        seen = any(span.start < op.start + op.count and op.start < span.stop for op, spans in chunks for span in spans)
+        if self._description.mrope_section and seen:
+            rows = [_positions(spans, op.start, width) for op, spans in chunks]
+            self.positions = mx.array(np.stack(rows, axis=1).astype(np.int32))
+        elif self._description.mrope_section and any(spans for _, spans in chunks):
+            shifts = [sum(span.shift for span in spans if span.stop <= op.start) for op, spans in chunks]
+            self.positions = mx.array(shifts, mx.int32)
+        if seen and self._features is not None:
+            self._found = self._features.of(ops, inserts, width)
+        elif seen:
+            self.extra = len(self._deep) * self._description.hidden_size
+
+    def forward(self, x: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
+        """Run the stage's layers as `StageModel.forward`, with the chosen inputs."""
+        width = self._description.hidden_size
+        if self.extra:
+            x, self.added = x[..., : -self.extra], x[..., -self.extra :]
+        embedded: Any = nullcontext()
+        if self._found is not None:
+            features, taken = self._found
+            embedded, self.added = self._stage.embedded(features[..., :width], taken), features[..., width:]
+            x = mx.where(taken, 0, x)  # gemma4's inputs by layer are those of padding there
+        with embedded:
+            h = self._stage.forward(x, caches)
+        if self.added is not None and (rest := self._description.deepstack - self._stage.layers.stop) > 0:
+            h = mx.concatenate([h, self.added[..., -rest * width :].astype(h.dtype)], axis=-1)
+        self._found, self.positions, self.added, self.extra = None, None, None, 0
+        return h
+
+
+def _positions(spans: Sequence[PictureSpan], start: int, count: int) -> Any:
+    """Return rotary positions [3, count] from position `start` of a prompt: in pictures time stands still, and rows and columns
+    count from where the text before ends."""
+    places = np.arange(start, start + count)
+    found = np.stack([places] * 3)
+    for span in spans:
+        inside = places - span.start
+        grid = np.stack([0 * inside, inside // span.columns, inside % span.columns]) - inside
+        found += np.where(inside < 0, 0, np.where(inside < span.length, grid, span.shift))
+    return found
+
+
+class _Rope(nn.Module):  # type: ignore[misc]
+    """Rotary embedding that takes the pass's positions where there are any."""
+
+    def __init__(self, rope: nn.RoPE, axes: list[int], inputs: PictureInputs) -> None:
+        super().__init__()
+        self._own, self._inputs, self._axes = rope, inputs, mx.array(axes, mx.int32)
+        self._frequencies = rope.scale / rope.base ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        positions = self._inputs.positions
+        if positions is None or positions.ndim == 1:
+            own: mx.array = self._own(x, offset=offset if positions is None else offset + positions)
+            return own
+        angles = mx.take(positions, self._axes, axis=0).transpose(1, 2, 0)[:, None] * self._frequencies
+        cos, sin, half = mx.cos(angles), mx.sin(angles), len(self._axes)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = mx.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        return mx.concatenate([turned, rest], axis=-1) if rest.size else turned
+
+
+class _AddsFeatures(Placeholder):
+    """Replacement for a layer behind which features of pictures are added."""
+
+    def __init__(self, layer: nn.Module, inputs: PictureInputs, number: int) -> None:
+        super().__init__(layer)
+        self._inputs, self._number = inputs, number
+
+    def __call__(self, *args: object, **kwargs: object) -> mx.array:
+        h: mx.array = self._layer(*args, **kwargs)
+        if self._inputs.added is None:
+            return h
+        width = h.shape[-1]
+        return h + self._inputs.added[..., self._number * width : (self._number + 1) * width].astype(h.dtype)
