@@ -193,30 +193,48 @@ def test_what_a_parser_cannot_follow_is_shown_as_it_stands(page: Window) -> None
     assert kept == [[True] * 6, "https://example.org/"]
 
 
-def test_mathematics_is_shown_as_it_stands(page: Window) -> None:
+def test_mathematics_is_drawn_and_what_cannot_be_read_stands(page: Window) -> None:
     texts = [
         r"So $x = \frac{a_1}{b_1} * c_1 * d$ holds.",
         r"$$\int_0^\infty e^{-x^2}\,dx$$",
         r"$a < b & c$",
         r"Then \( a^2+b^2=c^2 \) too.",
-        "\\[ E = mc^2\n- m \\\\\n\\]",
+        "\\[ \\begin{aligned} E &= mc^2 \\\\\n- m &= 0 \\\\\n\\end{aligned} \\]",
         r"As \[ a_b * c_d * e \] says",
         "It is $$x + y_1 * z_1 *$$ here",
+        r"$\href{javascript:window.hit=1}{x} \includegraphics{/v1/status}$",
     ]
     kept = page.run(
         """
         const [texts] = arguments;
-        return import('/ui/markdown.js').then(({ Markdown }) => texts.map(text => {
-          const place = document.createElement('div');
-          document.body.append(place);
-          new Markdown(place).draw(text, true);
-          const seen = place.innerText;
-          place.remove();
-          return [seen.trim().replace(/\\n+/g, '\\n'), place.querySelectorAll('em, li, strong').length];
-        }))""",
+        return import('/ui/markdown.js').then(async ({ Markdown }) => {
+          const drawn = [];
+          for (const text of texts) {
+            const place = document.createElement('div');
+            document.body.append(place);
+            new Markdown(place).draw(text, true);
+            await new Promise(done => window.katex ? done()
+              : new MutationObserver(done).observe(place, { childList: true, subtree: true }));
+            const found = name => place.querySelector(name);
+            drawn.push([found('annotation')?.textContent.trim() ?? null, found('math')?.getAttribute('display') ?? null,
+              place.querySelectorAll('em, li, strong, a, img').length]);
+            if (!place.querySelector('math')) drawn.at(-1)[0] = place.innerText.trim();
+            place.remove();
+          }
+          return drawn;
+        })""",
         texts,
     )
-    assert kept == [[text, 0] for text in texts]
+    assert kept == [
+        [r"x = \frac{a_1}{b_1} * c_1 * d", None, 0],
+        [r"\int_0^\infty e^{-x^2}\,dx", "block", 0],
+        ["$a < b & c$", None, 0],
+        ["a^2+b^2=c^2", None, 0],
+        [texts[4][2:-2].strip(), "block", 0],
+        ["a_b * c_d * e", "block", 0],
+        ["x + y_1 * z_1 *", "block", 0],
+        [kept[-1][0], None, 0],
+    ]
 
 
 def test_what_is_no_mathematics_stays_markdown(page: Window) -> None:
