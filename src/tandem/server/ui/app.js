@@ -74,7 +74,7 @@ document.addEventListener("keydown", (event) => {
       tab.click();
       tab.focus();
     }])),
-  }[event.code] : event.key === "Escape" ? chat.stop : writing || event.ctrlKey || event.metaKey ? null : {
+  }[event.code] : event.key === "Escape" ? chat.escape : writing || event.ctrlKey || event.metaKey ? null : {
     "/": () => {
       byId("tab-chat").click();
       byId("question").focus();
