@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,30 +195,48 @@ def test_what_a_parser_cannot_follow_is_shown_as_it_stands(page: Window) -> None
     assert kept == [[True] * 6, "https://example.org/"]
 
 
-def test_mathematics_is_shown_as_it_stands(page: Window) -> None:
+def test_mathematics_is_drawn_and_what_cannot_be_read_stands(page: Window) -> None:
     texts = [
         r"So $x = \frac{a_1}{b_1} * c_1 * d$ holds.",
         r"$$\int_0^\infty e^{-x^2}\,dx$$",
         r"$a < b & c$",
         r"Then \( a^2+b^2=c^2 \) too.",
-        "\\[ E = mc^2\n- m \\\\\n\\]",
+        "\\[ \\begin{aligned} E &= mc^2 \\\\\n- m &= 0 \\\\\n\\end{aligned} \\]",
         r"As \[ a_b * c_d * e \] says",
         "It is $$x + y_1 * z_1 *$$ here",
+        r"$\href{javascript:window.hit=1}{x} \includegraphics{/v1/status}$",
     ]
     kept = page.run(
         """
         const [texts] = arguments;
-        return import('/ui/markdown.js').then(({ Markdown }) => texts.map(text => {
-          const place = document.createElement('div');
-          document.body.append(place);
-          new Markdown(place).draw(text, true);
-          const seen = place.innerText;
-          place.remove();
-          return [seen.trim().replace(/\\n+/g, '\\n'), place.querySelectorAll('em, li, strong').length];
-        }))""",
+        return import('/ui/markdown.js').then(async ({ Markdown }) => {
+          const drawn = [];
+          for (const text of texts) {
+            const place = document.createElement('div');
+            document.body.append(place);
+            new Markdown(place).draw(text, true);
+            await new Promise(done => window.katex ? done()
+              : new MutationObserver(done).observe(place, { childList: true, subtree: true }));
+            const found = name => place.querySelector(name);
+            drawn.push([found('annotation')?.textContent.trim() ?? null, found('math')?.getAttribute('display') ?? null,
+              place.querySelectorAll('em, li, strong, a, img').length]);
+            if (!place.querySelector('math')) drawn.at(-1)[0] = place.innerText.trim();
+            place.remove();
+          }
+          return drawn;
+        })""",
         texts,
     )
-    assert kept == [[text, 0] for text in texts]
+    assert kept == [
+        [r"x = \frac{a_1}{b_1} * c_1 * d", None, 0],
+        [r"\int_0^\infty e^{-x^2}\,dx", "block", 0],
+        ["$a < b & c$", None, 0],
+        ["a^2+b^2=c^2", None, 0],
+        [texts[4][2:-2].strip(), "block", 0],
+        ["a_b * c_d * e", "block", 0],
+        ["x + y_1 * z_1 *", "block", 0],
+        [kept[-1][0], None, 0],
+    ]
 
 
 def test_what_is_no_mathematics_stays_markdown(page: Window) -> None:
@@ -240,29 +260,39 @@ def test_what_is_no_mathematics_stays_markdown(page: Window) -> None:
     assert kept == [["more", "b"], "$$\n*x*\n$$", [True, False], "right", 7]
 
 
-def test_while_an_answer_comes_another_chat_says_why_it_has_to_wait(page: Window, scripted: Any) -> None:
+def test_several_chats_are_answered_at_once(page: Window, scripted: Any) -> None:
     page.ask("The first")
     answered(page)
     scripted.engine.hold = True
-    page.click("#new")
-    page.ask("The second")
-    page.until(lambda: len(page.texts("#talk-list .open")) == 2, "it is listed")
-    assert not page.shown("#busy")
+    for name in ("The second", "The third"):
+        page.click("#new")
+        page.ask(name)
+        page.until(lambda: page.shown("#stop"), "it is asked")
     page.click("#talk-list .open[title='The first']")
-    assert page.text("#busy") == "“The second” is being answered: stop that answer, or wait for its end."
+    assert not page.shown("#busy") and len(page.texts("#talk-list .answering")) == 2
     page.click("[aria-label='Regenerate']")
-    assert page.shown("#busy")
-    page.click("#talk-list .open[title='The second']")
-    page.until(lambda: not page.shown("#busy"), "its own answer needs no word")
+    page.until(lambda: len(page.texts("#talk-list .answering")) == 3, "all three are answered")
     page.click("[aria-label='Edit']")
     page.click(".editing .primary")
     assert page.text("#busy") == "The answer is not finished: stop it, or wait for its end."
-    scripted.engine.hold = False
+    page.find("body").send_keys("\ue00c")
+    assert not page.shown(".editing") and page.shown("#stop"), "Escape ends an edit, wherever the focus is"
+    for name in ("The fourth", "The fifth"):
+        page.click("#new")
+        page.ask(name)
+    assert page.text("#busy").startswith("4 conversations are being answered")
+    assert page.find("#question").get_property("value") == "The fifth" and page.shown("#empty")
+    page.click("#talk-list .open[title='The third']")
     page.click("#stop")
-    page.until(lambda: not page.shown("#busy"), "it is over")
+    answered(page)
+    assert page.text(".end") == "Stopped." and len(page.texts("#talk-list .answering")) == 3
+    scripted.engine.hold = False
+    page.until(lambda: len(page.texts("#talk-list .news")) == 3, "the others are answered while this one is read")
+    page.click("#talk-list .open[title='The second']")
+    assert page.text(".assistant .markdown").strip() == "Hello."
 
 
-def test_conversations_and_settings_are_kept(page: Window, scripted: Any) -> None:
+def test_conversations_and_settings_are_kept(page: Window, scripted: Any, tmp_path: Path) -> None:
     page.click("#open-settings")
     page.find("#system").send_keys("Be brief.")
     page.find("#temperature").send_keys("0.3")
@@ -283,12 +313,31 @@ def test_conversations_and_settings_are_kept(page: Window, scripted: Any) -> Non
     page.ask("Go on.")
     answered(page, 2)
     assert all(text in prompt(scripted) for text in ("Who are you?", "Hello.", "Go on."))
-    page.run("[...document.querySelectorAll('#talk-list button')].find(b => b.title === 'Delete A second one').click()")
+    page.click("[aria-label='Delete A second one']")
     page.until(lambda: page.texts("#talk-list .open") == ["Who are you?"], "deleted")
+    page.click("#undo")
+    page.until(lambda: len(page.texts("#talk-list .open")) == 2 and page.texts(".user .text") == ["A second one"], "it is back")
+    page.click("[aria-label='Rename A second one']")
+    page.find("#talk-list input").send_keys("Another name\n")
+    page.until(lambda: "Another name" in page.texts("#talk-list .open"), "renamed")
+    page.run("const f = document.getElementById('find'); f.value = 'GO on'; f.dispatchEvent(new Event('input'))")
+    assert page.texts("#talk-list .open") == ["Who are you?"], "found by what is said in it"
+    page.run("const f = document.getElementById('find'); f.value = ''; f.dispatchEvent(new Event('input'))")
+    page.run("URL.createObjectURL = blob => { blob.text().then(text => { window.exported = text }); return '#' }")
+    page.click("#export")
+    page.until(lambda: page.run("return window.exported"), "exported")
+    exported = tmp_path / "talks.json"
+    exported.write_text(page.run("return window.exported"))
     page.run("window.confirm = () => true; document.getElementById('forget').click()")
     page.until(lambda: not page.texts("#talk-list .open"), "all deleted")
     page.open(scripted.url)
     assert page.shown("#empty") and not page.texts("#talk-list .open")
+    (tmp_path / "odd.json").write_text('{"talks": [{"id": "x", "messages": [{"role": "user", "content": {}}]}, null]}')
+    page.find("#import-file").send_keys(str(tmp_path / "odd.json"))
+    page.until(lambda: "odd.json holds no conversations" in page.text("#import-told"), "a file of nonsense is refused")
+    page.find("#import-file").send_keys(str(exported))
+    page.until(lambda: page.texts("#talk-list .open") == ["Another name", "Who are you?"], "imported")
+    assert page.text("#import-told") == "2 conversations added."
 
 
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(page: Window, scripted: Any) -> None:
@@ -386,6 +435,70 @@ def test_regenerate_edit_and_copy(page: Window, scripted: Any) -> None:
     answered(page)
     assert page.texts(".user .text") == ["Say it again."] and len(page.texts(".assistant")) == 1
     assert "Say something." not in prompt(scripted)
+    page.click(".user [aria-label='Earlier version']")
+    assert page.texts(".user .text") == ["Say something."] and page.text(".assistant .turns") == "1 of 2", "the branch is kept"
+    page.ask("And more?")
+    answered(page, 2)
+    assert all(text in prompt(scripted) for text in ("Say something.", "Hello.", "And more?"))
+    page.open(scripted.url)
+    page.click(".user [aria-label='Later version']")
+    assert page.texts(".user .text") == ["Say it again."]
+    page.click(".user [aria-label='Earlier version']")
+    assert page.texts(".user .text") == ["Say something.", "And more?"]
+
+
+def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, scripted: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("The sky is green.\n```\n")
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7")
+    page.click("#open-settings")
+    page.find("#talk-system").send_keys("Answer as a pirate.")
+    page.find("#stops").send_keys("END\n\\n\\n")
+    page.find("#preset-name").send_keys("short")
+    page.click("#keep-preset")
+    page.click("#defaults")
+    assert page.find("#stops").get_property("value") == ""
+    page.run("[...document.querySelectorAll('#presets button')].find(b => b.textContent === 'short').click()")
+    page.find("#tools").send_keys("[{")
+    assert "Write a list" in page.text("#tools-told")
+    page.picture("page-settings")
+    page.click("#settings [value='done']")
+    page.find("#attach-file").send_keys(f"{tmp_path / 'notes.txt'}\n{tmp_path / 'paper.pdf'}")
+    page.until(lambda: "save it as text first" in page.text("#attach-told"), "a PDF says what to do")
+    assert page.texts("#attached .file button") == [""] and "notes.txt" in page.text("#attached")
+    page.run("const t = document.getElementById('thinking'); t.value = 'off'; t.dispatchEvent(new Event('change'))")
+    page.ask("What colour is it?")
+    answered(page)
+    sent = list(scripted.engine.submitted.values())[-1]
+    assert all(text in prompt(scripted) for text in ("Answer as a pirate.", "notes.txt:\n````\nThe sky is green.", "What colour"))
+    assert sent.params.stop == ("END", "\n\n") or list(sent.params.stop) == ["END", "\n\n"]
+    assert "notes.txt" in page.text(".user .files") and not page.text("#attached")
+    assert re.fullmatch(r"[\d,]+ of 16,384 tokens", page.text("#context-meter small"))
+    page.run("""
+        const calls = [[{index: 0, id: 'c1', function: {name: 'weather', arguments: '{"city": '}}],
+          [{index: 0, function: {arguments: '"Rome"}'}}]];
+        const events = [...calls.map(tool_calls => ({choices: [{delta: {tool_calls}}]})),
+          {choices: [{delta: {}, finish_reason: 'tool_calls'}]}];
+        const fetched = window.fetch;
+        window.sent = [];
+        window.fetch = (path, options) => {
+          if (!path.includes('/chat/completions')) return fetched(path, options);
+          window.sent.push(JSON.parse(options.body));
+          const done = [{choices: [{delta: {content: 'Sunny.'}, finish_reason: 'stop'}]}];
+          return Promise.resolve(new Response((window.sent.length === 1 ? events : done)
+            .map(one => `data: ${JSON.stringify(one)}\\n\\n`).join('')));
+        }""")
+    page.ask("And the weather?")
+    answered(page, 2)
+    assert page.text(".call .code-head b") == "weather" and page.text(".call pre") == '{\n  "city": "Rome"\n}'
+    page.find(".call textarea").send_keys("22 degrees")
+    page.click(".calls .primary")
+    answered(page, 3)
+    assert page.run("return window.sent[0].enable_thinking") is False
+    called, result = page.run("return window.sent[1].messages.slice(-2)")
+    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "22 degrees"}
+    assert page.text(".message:last-child .markdown").strip() == "Sunny." and not page.shown(".call textarea")
+    page.picture("page-chat-tools")
 
 
 def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: Any) -> None:
@@ -528,20 +641,20 @@ def test_pictures_are_pasted_dropped_shown_and_sent(page: Window, scripted: Any)
         }"""
     )
     assert page.run("return give('paste', '#question', 'image/png')") is True
-    assert page.run("return [give('paste', '#question', 'text/plain'), give('dragover', '#talk', 'image/gif')]") == [False, True]
+    assert page.run("return give('dragover', '#talk', 'image/gif')") is True
     assert page.run("return give('drop', '#messages', 'image/gif')") is True
-    page.until(lambda: len(page.texts("#pictures img")) == 2, "two thumbnails")
+    page.until(lambda: len(page.texts("#attached img")) == 2, "two thumbnails")
     page.ask("What is this?")
     page.until(lambda: page.shown(".assistant .error"), "an error")
     assert "takes text alone" in page.text(".assistant .error")
-    assert len(page.texts(".user .pictures img")) == len(page.texts("#pictures img")) == 2
+    assert len(page.texts(".user .files img")) == len(page.texts("#attached img")) == 2
     assert page.run("return document.getElementById('question').value") == "What is this?"
     [asked] = page.run("return sent.at(-1).messages")
     urls = sorted(one["image_url"]["url"] for one in asked["content"][1:])
     assert asked["content"][0] == {"type": "text", "text": "What is this?"}
     assert urls == ["data:image/gif;base64,AQI=", "data:image/png;base64,AQI="]
-    page.click("#pictures button")
-    assert len(page.texts("#pictures img")) == 1
+    page.click("#attached button")
+    assert len(page.texts("#attached img")) == 1
 
 
 def test_an_answer_that_broke_off_goes_on(page: Window, scripted: Any) -> None:

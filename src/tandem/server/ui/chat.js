@@ -1,12 +1,17 @@
 // The view of conversations: which is shown, what is asked, and the answer as it comes.
-import { button, byId, element, redraw } from "/ui/dom.js";
+import * as answers from "/ui/answers.js";
+import * as attachments from "/ui/attachments.js";
+import { fork, turn } from "/ui/branches.js";
+import { byId, element, redraw } from "/ui/dom.js";
 import { ask as fetchJson } from "/ui/http.js";
-import { AssistantMessage, answerOf, thumbnail, userMessage } from "/ui/message.js";
+import { AssistantMessage, answerOf, userMessage } from "/ui/message.js";
+import { drawMeter } from "/ui/meter.js";
+import { settings } from "/ui/settings.js";
 import { snippets } from "/ui/snippets.js";
 import { onStatus } from "/ui/status.js";
 import * as store from "/ui/store.js";
 import { chat, emptyAnswer, resume } from "/ui/stream.js";
-import { settings, wishes } from "/ui/settings.js";
+import * as talks from "/ui/talks.js";
 
 const EXAMPLES = [
   ["Explain", "Explain in three sentences how a large language model writes text."],
@@ -15,22 +20,19 @@ const EXAMPLES = [
   ["Mend", "Make this sentence simpler: The utilisation of said apparatus is not recommended."],
 ];
 const NEAR_END = 60;
-const SAVE_MS = 2000;
-let all = [];
-let talk = newTalk();
-let running = null; // { talk, message, controller, saved }
+let talk = talks.newTalk();
 let views = new Map(); // of messages that are shown
 let following = true;
-let frame = 0;
 let limits = null;
-let pictures = []; // of the message that is written, as data URIs
+let longest = 0; // tokens that the model takes
 
 export async function start() {
-  tellKept(await store.open(elsewhere));
+  answers.start({ began, drawn, ended, save: talks.save });
+  const opened = await talks.start({ shown: () => talk, show: open, answering: (one) => Boolean(answers.runIn(one)),
+    stop: answers.stopIn });
   await settings.start();
-  all = await store.talks();
-  const wanted = await store.setting("open");
-  show(all.find((one) => one.id === wanted) ?? talk);
+  attachments.start(buttons);
+  show(opened ?? talk);
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask(byId("question").value);
@@ -42,14 +44,6 @@ export async function start() {
     }
   });
   byId("question").addEventListener("input", fit);
-  byId("question").addEventListener("paste", (event) => {
-    if (take(event.clipboardData)) event.preventDefault();
-  });
-  byId("talk").addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
-  byId("talk").addEventListener("drop", (event) => {
-    if (event.dataTransfer.files.length) event.preventDefault(); // the browser would leave the page for a file
-    take(event.dataTransfer);
-  });
   byId("stop").addEventListener("click", stop);
   byId("new").addEventListener("click", fresh);
   byId("latest").addEventListener("click", toEnd);
@@ -57,43 +51,48 @@ export async function start() {
     settings.keep("model", model());
     drawEmpty();
   });
+  byId("talk-system").addEventListener("input", () => {
+    talk.system = byId("talk-system").value;
+    talks.save(talk);
+  });
   byId("scroller").addEventListener("scroll", () => {
     const place = byId("scroller");
     following = place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_END;
     byId("latest").hidden = following;
   });
-  byId("forget").addEventListener("click", forget);
   byId("show-talks").addEventListener("click", () => drawer(true));
   byId("veil").addEventListener("click", () => drawer(false));
-  window.addEventListener("pagehide", () => running && save(running.talk));
+  window.addEventListener("pagehide", () => answers.everyRun().forEach((run) => talks.save(run.talk)));
   onStatus((status) => status && offer(status));
   fit();
 }
 
 // --- which conversation ---
 
-function newTalk() {
-  return { id: Date.now().toString(36) + Math.random().toString(36).slice(2), title: "", changed: Date.now(), messages: [] };
-}
-
 // A new conversation, with the focus on its first message.
 export function fresh() {
-  if (talk.messages.length) show(newTalk());
+  if (talk.messages.length) show(talks.newTalk());
   drawer(false);
   byId("question").focus();
+}
+
+function open(next) {
+  show(next);
+  drawer(false);
 }
 
 function show(next) {
   talk = next;
   views = new Map();
   byId("messages").replaceChildren(...talk.messages.map(view));
+  byId("talk-system").value = talk.system ?? "";
   store.keepSetting("open", talk.id);
   drawEmpty();
-  list();
+  talks.list();
   toEnd();
   buttons();
-  if (running?.talk === talk) tellBusy("");
-  else busy();
+  tellBusy("");
+  drawMeter(talk, longest);
 }
 
 function view(message) {
@@ -104,103 +103,58 @@ function view(message) {
   }
   const made = new AssistantMessage(message, actions);
   views.set(message, made);
-  made.update(running?.message !== message);
+  made.update(answers.runIn(talk)?.message !== message);
   return made.element;
 }
 
-function list() {
-  const shown = all.map((one) => [one.id, one.title, one.id === talk.id]);
-  redraw(byId("talk-list"), shown, () => all.map((one) => {
-    const open = element("button", { class: "bare open", "aria-current": one.id === talk.id ? "true" : null, title: one.title },
-      one.title || "New chat");
-    open.addEventListener("click", () => {
-      show(one);
-      drawer(false);
-    });
-    return element("li", {}, open, button(`Delete ${one.title}`, () => drop(one), { symbol: "delete" }));
-  }));
-}
-
-async function drop(one) {
-  if (running?.talk === one) stop();
-  all = all.filter((other) => other !== one);
-  await store.dropTalk(one.id);
-  if (one === talk) show(newTalk());
-  else list();
-}
-
-async function forget() {
-  if (!window.confirm("Delete all conversations in this browser?")) return;
-  stop();
-  all = [];
-  await store.dropAll();
-  byId("settings").close();
-  show(newTalk());
-}
-
-function drawer(open) {
-  byId("talks").classList.toggle("open", open);
-  byId("veil").hidden = !open;
-  byId("show-talks").setAttribute("aria-expanded", open);
-}
-
-async function save(one) {
-  if (!all.includes(one)) return; // it was deleted while it was answered
-  one.changed = Date.now();
-  all.sort((a, b) => b.changed - a.changed);
-  list();
-  tellKept(await store.keepTalk(one));
-}
-
-function tellKept(kept) {
-  byId("kept").textContent = kept ? "Conversations stay in this browser."
-    : "This browser has no room for conversations: they are gone with the page.";
-}
-
-// Another tab has kept or dropped this conversation, or dropped all.
-async function elsewhere(id) {
-  const found = id === null ? undefined : await store.talk(id);
-  all = all.filter((one) => one === running?.talk || (id !== null && one.id !== id));
-  if (running?.talk.id === id) return;
-  if (found) all = [found, ...all].sort((a, b) => b.changed - a.changed);
-  if (talk !== running?.talk && talk.messages.length && (id === null || talk.id === id)) show(found ?? newTalk());
-  else list();
+function drawer(shown) {
+  byId("talks").classList.toggle("open", shown);
+  byId("veil").hidden = !shown;
+  byId("show-talks").setAttribute("aria-expanded", shown);
 }
 
 // --- asking ---
 
 const actions = {
   last: (message) => talk.messages.at(-1) === message,
-  choose(message, which) {
-    message.chosen = which;
+  choose(message, step) {
+    message.chosen += step;
     views.get(message).update(true);
-    save(talk);
+    talks.save(talk);
   },
   regenerate(message) {
     if (busy()) return;
     message.answers.push(emptyAnswer(model()));
     message.chosen = message.answers.length - 1;
-    answer(message, chat);
+    answers.run(talk, message, chat, model());
   },
   resume(message) {
     if (busy()) return;
-    answer(message, resume);
+    answers.run(talk, message, resume, model());
+  },
+  // The results of an answer's calls go to the model, which goes on.
+  results() {
+    if (!busy()) next();
   },
   edit(message, text) {
     if (busy()) return;
-    talk.messages.length = talk.messages.indexOf(message);
+    fork(talk, message, text);
     show(talk);
-    ask(text, message.pictures ?? []);
+    next();
+  },
+  turn(message, step) {
+    if (busy()) return;
+    turn(talk, message, step);
+    show(talk);
+    talks.save(talk);
   },
 };
 
-// One answer is made at a time: true while one is, and the page says so.
+// True if no answer can begin here now, and the page says why.
 function busy() {
-  if (running) {
-    tellBusy(running.talk === talk ? "The answer is not finished: stop it, or wait for its end."
-      : `“${running.talk.title}” is being answered: stop that answer, or wait for its end.`);
-  }
-  return running !== null;
+  const why = answers.refusal(talk);
+  tellBusy(why);
+  return Boolean(why);
 }
 
 function tellBusy(text) {
@@ -216,111 +170,80 @@ export function again() {
 
 export const model = () => byId("chat-model").value || "default";
 
-// Pictures that were pasted or dropped; true if there were some.
-function take(data) {
-  const found = [...data.files].filter((file) => file.type.startsWith("image/"));
-  for (const file of found) {
-    const reader = new FileReader();
-    reader.onload = () => drawPictures([...pictures, reader.result]);
-    reader.readAsDataURL(file);
-  }
-  return found.length > 0;
-}
-
-function drawPictures(these) {
-  pictures = these;
-  byId("pictures").hidden = !these.length;
-  byId("pictures").replaceChildren(...these.map((one, i) => element("span", {}, thumbnail(one, i),
-    button(`Remove picture ${i + 1}`, () => drawPictures(pictures.filter((other, j) => j !== i)), { symbol: "delete" }))));
-  buttons();
-}
-
-function ask(text, shown = null) {
+function ask(text) {
   const question = text.trim();
-  if (!(question || (shown ?? pictures).length) || busy()) return;
-  const asked = { role: "user", content: question };
-  if ((shown ?? pictures).length) asked.pictures = shown ?? pictures;
-  if (!shown) drawPictures([]);
+  if (!(question || attachments.some()) || busy()) return;
   byId("question").value = "";
   fit();
-  talk.title ||= question.slice(0, 80).replace(/\s+/g, " ") || "Picture";
-  const message = { role: "assistant", chosen: 0, answers: [emptyAnswer(model())] };
-  if (!all.length) navigator.storage?.persist?.().catch(() => {}); // some browsers ask the person
-  if (!all.includes(talk)) all.unshift(talk);
-  talk.messages.push(asked, message);
-  const before = talk.messages.at(-3);
-  if (before) views.get(before)?.update?.(true); // it is the last one no more
-  byId("messages").append(view(asked), view(message));
-  drawEmpty();
-  answer(message, chat);
+  const files = attachments.taken();
+  talk.title ||= question.slice(0, 80).replace(/\s+/g, " ") || files[0].name;
+  const asked = { role: "user", content: question, ...(files.length ? { files } : {}) };
+  talks.add(talk);
+  talk.messages.push(asked);
+  byId("messages").append(view(asked));
+  next();
 }
 
-async function answer(message, how) {
-  const of = talk;
-  const one = answerOf(message);
-  const before = of.messages.slice(0, of.messages.indexOf(message));
-  const silent = (other) => other?.role === "assistant" && !answerOf(other).content && !answerOf(other).reasoning;
-  // A question that had no answer is left out with it: many chat templates want turns.
-  const sent = before.filter((other, i) => !silent(other) && !silent(before[i + 1])).map((other) => (
-    { role: other.role, content: other.role === "user" ? contentOf(other) : answerOf(other).content }));
-  const system = settings.value("system").trim();
-  const messages = [...(system ? [{ role: "system", content: system }] : []), ...sent];
-  const wished = wishes();
-  one.limit = wished.max_tokens;
-  delete one.error;
-  running = { talk: of, message, controller: new AbortController(), saved: Date.now() };
+// Another answer behind the last message.
+function next() {
+  const before = talk.messages.findLast((one) => one.role === "assistant");
+  const message = answers.nextAnswer(model());
+  talk.messages.push(message);
+  if (before) views.get(before)?.update(true); // it is the last one no more
+  byId("messages").append(view(message));
+  drawEmpty();
+  answers.run(talk, message, chat, model());
+}
+
+function began(run) {
+  talks.list();
+  if (run.talk !== talk) return;
   buttons();
   toEnd();
-  draw(false);
-  save(of);
+  drawn(run);
   byId("said").textContent = "The model answers.";
-  try {
-    await how(one.model = model(), messages, wished, one, running.controller.signal, changed);
-  } catch (error) {
-    if (error.name === "AbortError") one.finish = "stopped";
-    else one.error = error.message;
-  }
-  cancelAnimationFrame(frame);
-  frame = 0;
-  running = null;
-  tellBusy("");
-  views.get(message)?.update(true);
-  if (following) toEnd();
-  byId("said").textContent = one.error ?? `Answer: ${one.content.slice(0, 2000)}`;
-  buttons();
-  if (one.error && !one.content && !one.reasoning && how === chat) giveBack(of, message);
-  save(of);
 }
 
-const contentOf = ({ content, pictures: shown }) => (shown ? [{ type: "text", text: content },
-  ...shown.map((url) => ({ type: "image_url", image_url: { url } }))] : content);
+function drawn(run) {
+  if (run.talk !== talk) return;
+  views.get(run.message)?.update(false);
+  if (following) toEnd();
+}
+
+function ended(run, how) {
+  const answer = answerOf(run.message);
+  tellBusy("");
+  if (run.talk !== talk) {
+    talks.tellNews(run.talk);
+    byId("said").textContent = `“${run.talk.title}” is answered.`;
+    return;
+  }
+  views.get(run.message)?.update(true);
+  if (following) toEnd();
+  byId("said").textContent = answer.error ?? `Answer: ${answer.content.slice(0, 2000)}`;
+  buttons();
+  drawMeter(talk, longest);
+  if (answer.error && !answer.content && !answer.reasoning && how === chat) giveBack(run.message);
+}
 
 // Nothing came: the question goes back to where it was written.
-function giveBack(of, message) {
-  if (of !== talk || message.answers.length > 1 || byId("question").value || pictures.length) return;
-  byId("question").value = of.messages.at(-2)?.content ?? "";
-  drawPictures(of.messages.at(-2)?.pictures ?? []);
+function giveBack(message) {
+  const question = talk.messages.at(-2);
+  if (message.answers.length > 1 || byId("question").value || question?.role !== "user") return;
+  byId("question").value = question.content;
+  attachments.back(question.files ?? []);
   fit();
 }
 
-function changed() {
-  frame ||= requestAnimationFrame(() => draw(true));
-  if (Date.now() - running.saved > SAVE_MS) {
-    running.saved = Date.now();
-    save(running.talk);
-  }
+// Escape: an edit ends, or else the answer.
+export function escape() {
+  const edits = document.querySelectorAll(".editing .cancel");
+  if (edits.length) edits.forEach((one) => one.click());
+  else stop();
 }
 
-// At most once a frame, however many tokens came.
-function draw(scheduled) {
-  if (scheduled) frame = 0;
-  if (!running) return;
-  views.get(running.message)?.update(false);
-  if (following) toEnd();
-}
-
-export function stop() {
-  running?.controller.abort();
+function stop() {
+  answers.stopIn(talk);
 }
 
 function toEnd() {
@@ -331,9 +254,10 @@ function toEnd() {
 }
 
 function buttons() {
-  byId("send").hidden = Boolean(running);
+  const running = Boolean(answers.runIn(talk));
+  byId("send").hidden = running;
   byId("stop").hidden = !running;
-  byId("send").disabled = !byId("question").value.trim() && !pictures.length;
+  byId("send").disabled = !byId("question").value.trim() && !attachments.some();
 }
 
 // The field for the message grows with it.
@@ -352,6 +276,8 @@ function offer(status) {
   redraw(byId("chat-model"), names, () => names.map(([name, state]) => element("option", { value: name,
     selected: name === chosen }, ["loaded", "unknown"].includes(state) ? name : `${name} (${state})`)));
   const engine = status.engine;
+  const room = status.models.find((one) => one.id === model())?.max_model_len ?? engine?.max_context ?? longest;
+  if (room !== longest) drawMeter(talk, longest = room);
   const known = [model(), status.status, engine?.ranks?.length, engine?.max_context].join();
   if (known === limits) return;
   limits = known;

@@ -1,6 +1,7 @@
 // Markdown of a model as elements. What it writes does nothing: raw HTML is shown as text, images are not fetched, links
 // lead to web pages alone and open beside this one, and what is left goes through DOMPurify with a short list.
 import { copyButton, element } from "/ui/dom.js";
+import { drawMath } from "/ui/math.js";
 
 const escaped = (text) => text.replace(/[&<>"']/g, (one) => `&#${one.charCodeAt(0)};`);
 const MOST_COLOURED = 60_000;
@@ -13,15 +14,16 @@ const parser = new marked.Marked({ gfm: true, breaks: true, renderer: {
   },
 } });
 
-// Mathematics between $..$, $$..$$, \(..\) and \[..\] is shown as it stands: Markdown would take backslashes, stars and
-// underscores out of it. A $ that is an amount of money has a blank behind it or a digit after its end.
+// Mathematics between $..$, $$..$$, \(..\) and \[..\] is taken out first: Markdown would take backslashes, stars and
+// underscores out of it. It goes through DOMPurify as code, and math.js draws it. A $ that is an amount of money has a blank
+// behind it or a digit after its end.
 const lines = String.raw`(?:(?!\n[ \t]*\n)[\s\S])+?`;
 const shown = String.raw`\$\$${lines}\$\$|\\\[${lines}\\\]`;
 const inline = String.raw`\\\(${lines}\\\)|\$(?![\s$])(?:\\.|[^$\`\\\n])*?(?:\\.|[^\s$\`\\])\$(?!\d)`;
 const math = (name, level, pattern, start, wrap) => ({ name, level,
   start: (text) => { const at = text.search(start); return at < 0 ? undefined : at; },
   tokenizer: (text) => { const found = pattern.exec(text); return found ? { type: name, raw: found[0], text: found[0].trim() } : undefined; },
-  renderer: ({ text }) => wrap(escaped(text).replaceAll("\n", "<br>")) });
+  renderer: ({ text }) => wrap(`<code class="language-math">${escaped(text)}</code>`) });
 parser.use({ extensions: [
   math("shownMath", "block", new RegExp(`^ {0,3}(?:${shown})[ \\t]*(?:\\n+|$)`), /^ {0,3}(?:\$\$|\\\[)/m, (text) => `<p>${text}</p>`),
   math("math", "inline", new RegExp(`^(?:${shown}|${inline})`), /\$|\\[([]/, (text) => text),
@@ -87,6 +89,7 @@ export class Markdown {
       this.drawn[i] = key;
       const block = element("div", { class: "block", dir: "auto" });
       block.append(purifier.sanitize(parsed(token), RULES));
+      block.querySelectorAll(":not(pre) > code.language-math").forEach(drawMath);
       block.querySelectorAll("pre").forEach((pre) => dress(pre, coloured));
       block.querySelectorAll("table").forEach((table) => {
         const around = element("div", { class: "scroll" });

@@ -41,8 +41,18 @@ async function fill() {
   byId("link").replaceChildren(...choices.links.map((one) => element("option", { value: one.name,
     selected: one.name === "thunderbolt5-tcp" }, `${one.name} (${(one.bandwidth / 1e9).toFixed(1)} GB/s)`)));
   byId("goal").append(...choices.goals.map((one) => element("option", { value: one }, one)));
-  add("a", 64, "m4-max");
-  add("b", 128, "m3-ultra");
+  const here = hosts((await ask("/v1/status")).engine?.ranks ?? []);
+  const given = here.length ? here.slice(0, most) : [["a", 64], ["b", 128]];
+  byId("machines-told").textContent = here.length ? "The machines of this cluster; say which chips they have."
+    : "Two machines as an example.";
+  for (const [name, size] of given) add(name, size, "m4-max");
+}
+
+// The memory of each host, once, however many ranks it has.
+function hosts(ranks) {
+  const found = new Map(ranks.filter((rank) => rank.memory_bytes).map((rank) => [rank.host.replace(/[^\w.-]/g, "-"),
+    Math.round(rank.memory_bytes / 2 ** 30)]));
+  return [...found].filter(([name, size]) => name && size);
 }
 
 function add(name, size, chip) {
@@ -52,7 +62,7 @@ function add(name, size, chip) {
     return list;
   };
   const row = element("div", { class: "machine" }, element("input", { "aria-label": "Name", value: name, size: 10 }),
-    pick(SIZES, size, "Memory", (value) => `${value} GB`), pick(chips, chip, "Chip", (value) => value),
+    pick([...new Set([...SIZES, size])].sort((a, b) => a - b), size, "Memory", (value) => `${value} GB`), pick(chips, chip, "Chip", (value) => value),
     button("Remove", () => {
       row.remove();
       count();

@@ -52,8 +52,17 @@ async function write(name, act) {
 }
 
 const text = (value) => typeof value === "string";
-const whole = (talk) => Array.isArray(talk.messages) && talk.messages.every((one) => (one?.role === "user" ? text(one.content)
-  : text(one?.answers?.[one.chosen]?.content)));
+const list = (value, good) => value === undefined || value === null || (Array.isArray(value) && value.every(good));
+const question = (one) => text(one.content) && list(one.files, (file) => text(file?.name) && (text(file.text) || file.url?.startsWith?.("data:image/")));
+const reply = (one) => text(one?.content) && text(one.reasoning ?? "") && list(one.calls, (call) => text(call?.name)
+  && text(call.arguments) && text(call.result));
+const message = (one) => (one?.role === "user" ? question(one) && list(one.versions, (version) => question(version)
+  && Array.isArray(version.rest) && version.rest.every(message)) && (!one.versions || one.version in one.versions)
+  : Array.isArray(one?.answers) && one.answers.every(reply) && one.chosen in one.answers);
+
+// Whether a conversation can be shown, whatever wrote it.
+export const whole = (talk) => text(talk?.id) && text(talk.title ?? "") && text(talk.system ?? "")
+  && Array.isArray(talk.messages) && talk.messages.every(message);
 
 // All conversations, the latest first, but for those that another version of the page left and this one cannot show.
 export async function talks() {

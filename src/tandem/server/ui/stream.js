@@ -1,5 +1,6 @@
 // One answer of the model as it comes: text, reasoning, why it ended, how many tokens, how fast.
 import { ask, request } from "/ui/http.js";
+import { gather } from "/ui/toolcalls.js";
 
 const SHORT_MS = 20; // from here on a rate says something
 const BROKEN = "The answer broke off: the connection has ended.";
@@ -41,12 +42,13 @@ async function follow(path, body, answer, signal, changed) {
       pieces += 1;
       if (thought) answer.thoughtFor = last - first;
     }
+    gather(answer, choice?.delta?.tool_calls);
     answer.reasoning += thought;
     answer.content += text;
     answer.finish = choice?.finish_reason ?? answer.finish;
     const fresh = event.usage?.completion_tokens ?? pieces;
     answer.tokens = before + fresh;
-    if (event.usage) answer.prompt = event.usage.prompt_tokens;
+    if (event.usage) answer.used = event.usage.prompt_tokens + event.usage.completion_tokens; // of the context
     answer.seconds = (last - started) / 1000;
     answer.rate = first !== null && last - first > SHORT_MS && fresh > 1 ? (1000 * (fresh - 1)) / (last - first) : null;
     changed();
@@ -72,5 +74,6 @@ export async function resume(model, messages, wishes, answer, signal, changed) {
   const upTo = prompt.slice(0, at) + answer.content.trimStart();
   const { tokens } = await post("/tokenize", { prompt: upTo, add_special_tokens: false });
   answer.finish = null;
-  await follow("/v1/completions", { model, prompt: tokens, ...wishes }, answer, signal, changed);
+  const { tools, enable_thinking, reasoning_effort, ...sampling } = wishes; // the others are for chats alone
+  await follow("/v1/completions", { model, prompt: tokens, ...sampling }, answer, signal, changed);
 }
