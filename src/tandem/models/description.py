@@ -25,7 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
-from tandem.models.pictures import mrope_section, why_unread
+from tandem.models.pictures import deepstack, mrope_section, why_unread
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -251,7 +251,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
             mrope_section=mrope_section(str(name), known),
-            deepstack=len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()),
+            deepstack=deepstack(config),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
             unread=why_unread(config),
             generates=not headless,
