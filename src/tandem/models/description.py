@@ -25,7 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
-from tandem.models.pictures import mrope_section, why_unread
+from tandem.models.pictures import deepstack, mrope_section, why_unread
 from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.models.sources import has_mlx_vlm
 
@@ -255,7 +255,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             uncut=uncut(known, facts.num_layers),
             vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if has_mlx_vlm() and not why_unread(config) else 0,
             mrope_section=mrope_section(str(name), known),
-            deepstack=len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()),
+            deepstack=deepstack(config),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
             unread=why_unread(config),
             generates=not headless,

@@ -27,7 +27,7 @@ ENCODERS = {name: name for name in ("gemma3", "gemma4", "mistral3", "pixtral", *
 
 def why_unread(config: JsonMapping) -> str:
     """Return why pictures of a model that sees are not read; empty if they are."""
-    model_type, text = str(config.get("model_type")), config.get("text_config") or config
+    model_type, text = str(config.get("model_type")), _entries(config, "text_config") or config
     if model_type not in ENCODERS:
         return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
     if model_type in _MROPE and not mrope_section(model_type, text):
@@ -46,10 +46,24 @@ def why_blind(description: ModelDescription) -> str:
 
 def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:
     """Return the rotary frequencies of each axis of positions; empty if they have one axis, or are scaled."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _entries(config, "rope_parameters") or _entries(config, "rope_scaling")
     if model_type not in _MROPE or (rope.get("rope_type") or rope.get("type") or "default") not in ("default", "mrope"):
         return ()
-    return tuple(rope.get("mrope_section") or _MROPE[model_type])
+    found = rope.get("mrope_section")
+    if isinstance(found, list) and len(found) == 3 and all(isinstance(one, int) for one in found):
+        return tuple(found)
+    return _MROPE[model_type]
+
+
+def deepstack(config: JsonMapping) -> int:
+    """Return the number of first layers behind which features of pictures are added."""
+    found = _entries(config, "vision_config").get("deepstack_visual_indexes")
+    return len(found) if isinstance(found, list) else 0
+
+
+def _entries(config: JsonMapping, name: str) -> JsonMapping:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def rotary_axes(description: ModelDescription, count: int) -> list[int]:
