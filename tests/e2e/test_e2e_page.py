@@ -6,8 +6,14 @@ tests/server/page has the rest, over a scripted model.
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +27,32 @@ from tandem.testing import tiny_model
 NO_CHROMIUM = pytest.mark.skipif(bool(missing("chromium", "chromedriver")), reason=missing("chromium", "chromedriver"))
 NO_FIREFOX = pytest.mark.skipif(bool(missing("firefox")), reason=missing("firefox"))
 pytestmark = [pytest.mark.slow, pytest.mark.demo]
+
+
+class Agent:
+    """A running `tandem agent`, and what it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.text = process, ""
+
+
+@contextmanager
+def agent_of(directory: Path, *options: str, **variables: str) -> Iterator[Agent]:
+    """An agent with keys and servers of its own, which shows a code; what it has started is ended with it."""
+    environment = {**os.environ, "TANDEM_STATE_DIR": str(directory), **variables}
+    command = [sys.executable, "-m", "tandem"]
+    with subprocess.Popen(
+        [*command, "agent", "--no-announce", *options], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        agent = Agent(process)
+        assert process.stdout is not None
+        try:
+            while "page: " not in agent.text if "--page" in options else "code " not in agent.text:
+                agent.text += process.stdout.readline()
+            yield agent
+        finally:
+            subprocess.run([*command, "down", "--now"], env=environment, capture_output=True, timeout=240, check=False)
+            process.terminate()
 
 
 class Locked(Server):
@@ -99,7 +131,12 @@ def test_the_cluster_is_shown_with_ranks_and_speed(page: Window) -> None:
 @NO_CHROMIUM
 def test_the_planner_compares_layouts_and_gives_the_command(page: Window) -> None:
     page.view("plan")
-    page.until(lambda: len(page.texts(".machine")) == 2 and len(page.texts("#link option")) > 3, "the lists")
+    page.until(
+        lambda: len(page.texts(".machine")) == 1 and len(page.texts("#link option")) > 3, "this cluster's machine, and lists"
+    )
+    assert page.text("#machines-told").startswith("The machines of this cluster")
+    page.click("#add-machine")
+    page.run("[...document.querySelectorAll('.machine input')].forEach((one, i) => { one.value = 'ab'[i] })")
     page.find("#streams").clear()
     page.find("#streams").send_keys("8")
     page.click("#planner .primary")
@@ -156,3 +193,65 @@ def test_firefox_chats_and_keeps_the_conversation(server: Locked) -> None:
 
     with firefox() as page:
         chat(page)
+
+
+@NO_CHROMIUM
+def test_machines_are_paired_and_a_model_is_started_and_stopped_from_the_page(tmp_path: Path) -> None:
+    """The page of `tandem agent --page`; another agent on this machine is paired with by its address."""
+    model = tiny_model(tmp_path / "tiny")
+    address = f"127.32.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"  # no other process has the ports there
+    with (
+        agent_of(
+            tmp_path / "here", "--name", "here", "--host", "127.0.0.1", "--port", "0", "--page", "0", TANDEM_PORT="0"
+        ) as here,
+        agent_of(tmp_path / "near", "--name", "near", "--host", address) as near,
+        chromium() as window,
+    ):
+        code = re.search(r"code (\d{3} \d{3}):", near.text)[1]
+        page = re.search(r"page: (http://\S+/ui)(#key=\S+)", here.text)
+        window.driver.get(page[1] + "#start")
+        window.until(lambda: window.text("#state") == "no model", "a page without a server says so")
+        assert "tandem up" in window.find("#state").get_attribute("title") and not window.shown("#tab-start")
+        assert window.run("return fetch('/v1/agent').then(answer => answer.status)") == 403, "not without the key"
+        rebound = urllib.request.Request(page[1], headers={"Host": "elsewhere.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(rebound, timeout=60)
+        window.driver.get("about:blank")
+        window.driver.get("".join(page.groups()))
+        window.until(lambda: "here" in window.texts("#start-machines label"), "this machine")
+        window.run("document.querySelector('#start-pair').parentElement.open = true")
+        window.find("#start-address").send_keys(address)
+        window.find("#start-code").send_keys("12" + Keys.ENTER)
+        window.until(lambda: "the code has 6 digits" in window.text("#start-now"), "a code that is none")
+        window.find("#start-code").clear()
+        window.find("#start-code").send_keys(code + Keys.ENTER)
+        window.until(lambda: "near" in window.texts("#start-machines label"), "paired")
+        window.click("#start-check")
+        window.until(lambda: window.texts("#start-findings .ok"), "this machine is checked")
+        assert "versions: python" in window.text("#start-findings")
+        window.click("#start-machines li:last-child input")
+        window.find("#start-name").send_keys(str(model))
+        window.find("#start-context").clear()
+        window.find("#start-context").send_keys("64" + Keys.ENTER)
+        window.until(lambda: window.shown("[aria-label='Start single (here)']"), "layouts of both, side by side")
+        window.run(
+            "for (const name of ['name', 'context']) document.getElementById(`start-${name}`).value = '';"
+            "document.getElementById('start-findings').replaceChildren(); document.getElementById('start').scrollTop = 0;"
+            "document.querySelector('#start-pair').parentElement.open = false"
+        )
+        for theme in ("light", "dark"):
+            window.run("document.documentElement.dataset.theme = arguments[0]", theme)
+            window.picture(f"page-start-{theme}")
+        with window.phone():
+            assert window.run("return document.getElementById('start').scrollWidth - innerWidth") <= 1
+            window.picture("page-phone-start-dark")
+        window.click("[aria-label='Start single (here)']")
+        window.until(lambda: window.text("#state") == "healthy", "it is loaded")
+        window.view("chat")
+        window.ask("Who are you?")
+        window.until(lambda: window.shown(".assistant[data-done] small"), "it answers through the page")
+        window.view("start")
+        window.until(lambda: window.shown("#start-state button"), "it can be stopped")
+        window.click("#start-state button")
+        window.until(lambda: window.text("#state") == "no model", "the page outlives the server")
+        assert window.complaints() == []

@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = checked_name(arguments.name or socket.gethostname().split(".")[0])
     if not 0 <= arguments.port < 65535:
         raise ConfigError(f"--port {arguments.port}: must be from 0 (any free ones) to 65534", param="port")
+    if arguments.page is not None and not 0 <= arguments.page <= 65535:
+        raise ConfigError(f"--page {arguments.page}: must be from 0 (a free one) to 65535", param="page")
     if not is_ipv4(arguments.host):
         raise ConfigError(f"--host {arguments.host}: must be an IPv4 address of this machine", param="host")
     set_up(log_format=arguments.log_format)
@@ -48,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
             announced = _announcement(agent, arguments.host)
         with announced:
             _say(agent, trust, pair=arguments.pair)
+            if arguments.page is not None:
+                from tandem.cli.hosts.page import start_page  # brings FastAPI, which an agent has no use for
+
+                say(f"page: {start_page(agent.name, arguments.page)}   (for this machine's browsers alone)")
             agent.serve(until=lambda: bool(signals))
     finally:
         agent.close()

@@ -218,6 +218,7 @@ def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, r
     named = filled_in(Named, arguments)
     if arguments.json:
         serve = None if answer.chosen is None else serve_flags(answer, request, named)
+        fitting = [one for one in answer.candidates if one.fits and one.layout is not None and one.prediction is not None]
         print(
             json.dumps(
                 {
@@ -226,6 +227,7 @@ def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, r
                     "links": [dataclasses.asdict(link) for link in cluster.links],
                     **plan_json(answer, machines),
                     "serve": serve,
+                    "flags": {one.label: serve_flags(dataclasses.replace(answer, chosen=one), request, named) for one in fitting},
                     "notes": cluster.notes,
                 },
                 indent=2,

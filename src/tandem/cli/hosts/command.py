@@ -66,7 +66,7 @@ def write(arguments: argparse.Namespace) -> int:
     for agent in filter(None, map(agent_name, hosts)):
         if agent not in paired:
             print(f"paired with {pair_with(*_locate(agent, _FIND_S), None)}", file=sys.stderr)
-    facts = _gather(hosts)
+    facts = gather_facts(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
     text = write(arguments, hosts, facts, machines)
@@ -82,7 +82,7 @@ def write(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
+def gather_facts(hosts: Sequence[str]) -> dict[str, Facts]:
     """Return the facts of every host by name. Raises UsageError naming a host that does not answer."""
     with Probes(len(hosts)) as probes:
         probes.links |= {name: ProbeLink(name, probe_command(name)) for name in hosts}

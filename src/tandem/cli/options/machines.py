@@ -16,6 +16,8 @@ def add_agent(agent: Parser) -> None:
     agent.add_argument("--port", type=int, default=29640, metavar="N", help="and the next one, for pairing [29640]")
     agent.add_argument("--pair", action="store_true", help="show a code for one more head.")
     agent.add_argument("--forget", metavar="HEAD", help="trust a head no longer, and exit.")
+    page = "serve a page here that pairs with machines and starts models [29642]"
+    agent.add_argument("--page", type=int, nargs="?", const=29642, metavar="PORT", help=page)
     agent.add_argument("--no-announce", action="store_true", help="do not answer `tandem hosts find`.")
     add_as_for_serve(agent, "log_format")
 

@@ -35,7 +35,7 @@ def prefers_page(accept: str) -> bool:
 @router.get("/ui")
 async def page() -> Response:
     """Return the page's HTML."""
-    return _file("index.html")
+    return file_response("index.html")
 
 
 @router.get("/ui/{name}")
@@ -43,10 +43,11 @@ async def part(name: str) -> Response:
     """Return a file of the page."""
     if name not in FILES:
         raise NotFoundError("The page has no such file.", code="unknown_url")
-    return _file(name)
+    return file_response(name)
 
 
-def _file(name: str) -> Response:
+def file_response(name: str) -> Response:
+    """Return a file of the page, with the headers that bound what it may do."""
     return Response(_read(name), media_type=f"{_TYPES[Path(name).suffix]}; charset=utf-8", headers=_HEADERS)
 
 

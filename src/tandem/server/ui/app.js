@@ -3,13 +3,16 @@ import * as chat from "/ui/chat.js";
 import * as cluster from "/ui/cluster.js";
 import { byId } from "/ui/dom.js";
 import * as events from "/ui/events.js";
+import { ofAgent } from "/ui/http.js";
 import * as models from "/ui/models.js";
 import * as plan from "/ui/plan.js";
 import { snippets } from "/ui/snippets.js";
+import * as begin from "/ui/start.js";
 import { onStatus, watch } from "/ui/status.js";
 import * as store from "/ui/store.js";
 
-const tabs = [...document.querySelectorAll('nav [role="tab"]')];
+byId("tab-start").hidden = !ofAgent();
+const tabs = [...document.querySelectorAll('nav [role="tab"]:not([hidden])')];
 const nameOf = (tab) => tab.getAttribute("aria-controls");
 let chosen = false;
 
@@ -22,6 +25,7 @@ function show(tab) {
   document.body.dataset.view = nameOf(tab);
   history.replaceState(null, "", "#" + nameOf(tab));
   if (nameOf(tab) === "plan") plan.opened();
+  if (nameOf(tab) === "start") begin.opened();
 }
 
 for (const [place, tab] of tabs.entries()) {
@@ -37,7 +41,7 @@ for (const [place, tab] of tabs.entries()) {
     next.focus();
   });
 }
-const named = tabs.find((tab) => "#" + nameOf(tab) === location.hash);
+const named = tabs.find((tab) => "#" + nameOf(tab) === location.hash) ?? (location.hash.startsWith("#key=") ? byId("tab-start") : undefined);
 chosen = named !== undefined;
 show(named ?? tabs[0]);
 
@@ -90,6 +94,7 @@ cluster.start();
 events.start();
 models.start();
 plan.start();
+begin.start();
 await chat.start();
 root.dataset.theme ??= (await store.setting("theme")) ?? "";
 if (document.body.dataset.view === "chat" && matchMedia("(hover: hover)").matches) byId("question").focus();

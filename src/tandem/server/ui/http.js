@@ -2,10 +2,14 @@
 export const SOON_MS = 10_000; // what is asked for every second comes within that, or the server does not answer
 const dialog = document.getElementById("login");
 const field = document.getElementById("key");
+// The key of the page that `tandem agent --page` serves comes with its address, and stays in this tab.
+let pageKey = new URLSearchParams(location.hash.slice(1)).get("key");
 let asking = null;
 let key = null;
 try {
   key = sessionStorage.getItem("key");
+  if (pageKey) sessionStorage.setItem("page-key", pageKey);
+  else pageKey = sessionStorage.getItem("page-key");
 } catch {
   // This browser keeps nothing.
 }
@@ -31,11 +35,15 @@ function askForKey(reason) {
 // True once the server has asked for a key.
 export const needsKey = () => key !== null;
 
+// True where the page can find machines and start a model.
+export const ofAgent = () => Boolean(pageKey);
+
 // The response of a request; throws an Error with the server's own message when it is not a success. `within` are
 // milliseconds for the server to answer.
 export async function request(path, { within, ...options } = {}) {
   for (;;) {
-    const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}) };
+    const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}),
+      ...(pageKey ? { "X-Page-Key": pageKey } : {}) };
     let response;
     try {
       response = await fetch(path, { ...options, ...(within ? { signal: AbortSignal.timeout(within) } : {}), headers });
@@ -46,7 +54,7 @@ export async function request(path, { within, ...options } = {}) {
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));
     const message = body?.error?.message ?? "status " + response.status;
-    if (response.status !== 401) throw new Error(message);
+    if (response.status !== 401) throw Object.assign(new Error(message), { code: body?.error?.code });
     await askForKey(message);
   }
 }

@@ -22,12 +22,14 @@ export async function watch() {
     if (!document.hidden) {
       let status = null;
       let reason = "";
+      let word = "unreachable";
       try {
         status = await ask("/v1/status", undefined, { within: SOON_MS });
       } catch (error) {
         reason = error.message;
+        if (error.code === "no_server") word = "no model";
       }
-      badge(status?.status ?? "unreachable", reason);
+      badge(status?.status ?? word, reason);
       for (const listener of listeners) {
         try {
           listener(status, reason);
@@ -45,7 +47,7 @@ export async function watch() {
 
 function badge(word, reason) {
   byId("state").textContent = word;
-  byId("state").className = "badge " + word;
+  byId("state").className = "badge " + word.replace(" ", "-");
   byId("state").title = reason;
-  document.body.classList.toggle("stale", word === "unreachable");
+  document.body.classList.toggle("stale", ["unreachable", "no model"].includes(word));
 }

@@ -1,0 +1,260 @@
+"""The page of `tandem agent --page`: it finds, pairs and checks machines, and starts and ends a model's server.
+
+HTTP on this machine alone. What the page does are the commands of `tandem`, each in a process of its own. While a server runs
+in the background all other requests are passed on to it, so that the page outlives that server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import json
+import secrets
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from tandem.checkpoints.stored import stored
+from tandem.cli.hosts.command import gather_facts
+from tandem.cli.lifecycle import last_lines
+from tandem.crash_guard import start_thread
+from tandem.diagnostics.doctor.facts import gather
+from tandem.diagnostics.doctor.probe_messages import GatherFacts
+from tandem.env import child_environment
+from tandem.errors import TandemError, UsageError
+from tandem.json_types import JsonObject
+from tandem.launchers.agent.link import PREFIX
+from tandem.launchers.agent.trust import Trust
+from tandem.planner.hardware import CHIPS, chip_of
+from tandem.printable import printable
+from tandem.processes.interpreter import module_command
+from tandem.server.status.page import PATHS, file_response
+from tandem.supervision.record import DEFAULT_NAME, Background
+
+COMMAND_S = 300.0
+MOST_BODY = 64 * 2**20
+_HERE = "127.0.0.1"
+_HOP = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "date", "server", "host", "origin", "x-page-key"}
+)
+"""Headers that are not passed on, or written anew."""
+_ROOT = "/v1/agent"
+
+
+class _Asked(msgspec.Struct):
+    """Body of a request: each action reads what it needs."""
+
+    model: str = ""
+    hosts: list[str] = []
+    """Hosts for `tandem hosts write`, or machines for `tandem plan --hosts`; in the layout's order for a start."""
+    flags: list[str] = []
+    """Flags of the plan, for `tandem up`."""
+    context: int = 8192
+    streams: int = 1
+    agent: str = ""
+    code: str = ""
+    seconds: float = 3.0
+    """Time for which agents are listened for; 0 asks those alone that are paired."""
+
+
+def start_page(name: str, port: int) -> str:
+    """Serve the page in a thread; return its address, with the key. Raises UsageError when the port is taken."""
+    try:
+        server = _PageServer((_HERE, port), _Handler)
+    except OSError as error:
+        raise UsageError(f"--page {port}: {error.strerror}; name another port", param="page") from error
+    server.name, server.key = name, secrets.token_urlsafe(16)
+    start_thread(server.serve_forever, name="page", on_failure=lambda _: None)
+    return f"http://{_HERE}:{server.server_address[1]}/ui#key={server.key}"
+
+
+class _PageServer(ThreadingHTTPServer):
+    daemon_threads = True
+    name = key = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60.0
+    server: _PageServer
+
+    def do_GET(self) -> None:
+        """Answer a request of the page."""
+        self._answer()
+
+    do_POST = do_DELETE = do_PUT = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: paths and keys are nobody's business."""
+
+    def _answer(self) -> None:
+        port = self.server.server_address[1]
+        names = {f"{_HERE}:{port}", f"localhost:{port}"}
+        origin = self.headers.get("Origin")
+        if self.headers.get("Host") not in names or (origin and origin.removeprefix("http://") not in names):
+            return self._error(HTTPStatus.FORBIDDEN, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdecimal() or int(length) > MOST_BODY:
+            return self._error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A body may have {MOST_BODY} bytes.", "too_large")
+        body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
+        if path in PATHS or path == "/":
+            found = file_response("index.html" if path in ("/", "/ui") else path.removeprefix("/ui/"))
+            return self._send(found.status_code, bytes(found.body), dict(found.headers))
+        if path == _ROOT or path.startswith(f"{_ROOT}/"):
+            return self._act(path.removeprefix(_ROOT).strip("/"), body)
+        return self._pass_on(body)
+
+    def _act(self, action: str, body: bytes) -> None:
+        if not hmac.compare_digest(self.headers.get("X-Page-Key", "").encode(), self.server.key.encode()):
+            remedy = "Open the address that `tandem agent --page` has printed, with its key."
+            return self._error(HTTPStatus.FORBIDDEN, remedy, "page_key")
+        if action not in _ACTIONS:
+            return self._error(HTTPStatus.NOT_FOUND, f"There is no {action!r}.", "unknown_url")
+        try:
+            answer = _ACTIONS[action](self.server, msgspec.json.decode(body or b"{}", type=_Asked))
+        except (TandemError, OSError, ValueError, msgspec.MsgspecError) as error:
+            return self._error(HTTPStatus.BAD_REQUEST, printable(getattr(error, "message", str(error))), "refused")
+        return self._send(HTTPStatus.OK, json.dumps(answer).encode(), {"content-type": "application/json"})
+
+    def _pass_on(self, body: bytes) -> None:
+        """Pass a request on to the server in the background, and its answer back as it comes."""
+        place = Background(DEFAULT_NAME)
+        record = place.record() if place.runs() else None
+        if record is None:
+            return self._error(
+                HTTPStatus.SERVICE_UNAVAILABLE, "No model runs: start one in the view Start, or with `tandem up`.", "no_server"
+            )
+        with closing(http.client.HTTPConnection(_HERE, record.port)) as connection:
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+            try:
+                connection.request(self.command, self.path, body, headers)
+                answer = connection.getresponse()
+            except (OSError, http.client.HTTPException):
+                return self._error(HTTPStatus.SERVICE_UNAVAILABLE, "The server starts, or ends: wait a moment.", "no_server")
+            self.send_response_only(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in _HOP:
+                    self.send_header(name, value)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            while data := answer.read1(2**16):
+                self.wfile.write(data)
+
+    def _error(self, status: HTTPStatus, message: str, code: str) -> None:
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        self._send(status, json.dumps(body).encode(), {"content-type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _tandem(*words: str, text: str = "", passed: Sequence[int] = (0,)) -> str:
+    """Return what a command prints. Raises UsageError with the command's own words if it fails."""
+    command, environment = module_command("tandem", *words), child_environment()
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=COMMAND_S, env=environment)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"tandem {words[0]} has not ended after {COMMAND_S:.0f} s; try it in a terminal") from None
+    if done.returncode not in passed or (done.returncode and not done.stdout):
+        raise UsageError((done.stderr or done.stdout).strip().removeprefix("tandem: "))
+    return done.stdout
+
+
+def _word(text: str, what: str) -> str:
+    """Return a word that a command cannot take for an option. Raises UsageError."""
+    if not text or text.startswith("-"):
+        raise UsageError(f"{what}: {text!r} is none; name one")
+    return text
+
+
+def _state(server: _PageServer, asked: _Asked) -> JsonObject:
+    """Return what is on this machine: models, and the server in the background or how it ended."""
+    place = Background(DEFAULT_NAME)
+    runs, record = place.runs(), place.record()
+    ended = [] if runs or not place.log.exists() else last_lines(place, 12)
+    models = sorted((one for one in stored() if one.kind != "benchmarks"), key=lambda one: -one.modified)
+    return {
+        "runs": runs,
+        "model": record.model if record is not None and runs else None,
+        "models": [{"name": one.name, "bytes": one.nbytes} for one in models],
+        "ended": [printable(line.rstrip()) for line in ended],
+    }
+
+
+def _find(server: _PageServer, asked: _Asked) -> list[JsonObject]:
+    """Return this machine, the agents that answer, and paired ones that are not announced; with the words for plans and
+    hosts files."""
+    facts = gather(GatherFacts())
+    rows: list[JsonObject] = [_row(server.name, _HERE, _HERE, facts.chip, facts.memory_bytes, paired=True)]
+    with suppress(UsageError):  # no multicast here: paired machines are asked at their addresses
+        found = json.loads(_tandem("hosts", "find", "--json", "--timeout", str(asked.seconds))) if asked.seconds else []
+        for one in found:
+            where = ", ".join(one["addresses"])
+            rows.append(_row(one["name"], PREFIX + one["name"], where, one["chip"], one["memory_bytes"], paired=one["paired"]))
+    rows = [rows[0], *(row for row in rows[1:] if row["name"] != server.name)]
+    for name, peer in Trust("head").peers().items():
+        if name not in {row["name"] for row in rows}:
+            with suppress(UsageError):  # it is off
+                there = gather_facts([PREFIX + name])[PREFIX + name]
+                rows.append(_row(name, PREFIX + name, peer.address, there.chip, there.memory_bytes, paired=True))
+    return rows
+
+
+def _row(name: str, host: str, address: str, chip: str, memory: int, *, paired: bool) -> JsonObject:
+    known = chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
+    plan = f"{name}={memory / 2**30:.1f}GB:{known}"
+    return {"name": name, "host": host, "address": address, "chip": chip, "memory_bytes": memory, "paired": paired, "plan": plan}
+
+
+def _doctor(server: _PageServer, asked: _Asked) -> object:
+    with TemporaryDirectory(prefix="tandem-page-") as folder:
+        where = _hostfile(Path(folder), asked.hosts)
+        return json.loads(_tandem("doctor", *where, "--json", passed=(0, 1)))
+
+
+def _hostfile(folder: Path, hosts: Sequence[str]) -> list[str]:
+    """Write a hosts file for machines of which one at least is another; return the options that name it."""
+    if set(hosts) <= {_HERE}:
+        return []
+    file = folder / "hosts.json"
+    _tandem("hosts", "write", str(file), *(_word(host, "hosts") for host in hosts))
+    return ["--hostfile", str(file)]
+
+
+def _plan(server: _PageServer, asked: _Asked) -> object:
+    words = ["plan", _word(asked.model, "model"), "--json", "--hosts", *(_word(one, "hosts") for one in asked.hosts)]
+    carried = ["--context", str(asked.context), "--streams", str(asked.streams)]
+    return json.loads(_tandem(*words, *carried, passed=range(4)))
+
+
+def _start(server: _PageServer, asked: _Asked) -> str:
+    place = Background(DEFAULT_NAME)
+    if place.runs():
+        raise UsageError("a model runs already: stop it first")
+    folder = place.log.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    where = _hostfile(folder, asked.hosts)
+    return _tandem("up", _word(asked.model, "model"), *where, *asked.flags, "--no-wait")
+
+
+_ACTIONS: Mapping[str, Callable[[_PageServer, _Asked], object]] = {
+    "": _state,
+    "machines": _find,
+    "pair": lambda _, asked: _tandem("hosts", "pair", _word(asked.agent, "agent"), text=f"{asked.code}\n"),
+    "forget": lambda _, asked: _tandem("hosts", "forget", _word(asked.agent, "agent")),
+    "doctor": _doctor,
+    "plan": _plan,
+    "start": _start,
+    "stop": lambda _, asked: _tandem("down"),
+}
+"""What the page may ask for, by the last word of the path."""
