@@ -236,9 +236,9 @@ class Scheduler:
         )
 
     def _tries(self, decode: list[Sequence]) -> tuple[list[list[int]] | None, int]:
-        """Return the drafts worth trying, and the number to ask a draft model for. Limited by the context, as rows are padded
-        to the widest and learned position tables end there."""
-        most = min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
+        """Return the drafts worth trying, and the number to ask a draft model for, within the context, as rows are padded."""
+        most = self.speculation.most
+        most = most and min([most, *(self.limits.max_context - len(one.tokens) for one in decode)])
         return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
     def _commit(self, micro_batch: MicroBatch, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
@@ -370,7 +370,7 @@ class Scheduler:
         """Append new tokens until one of them ends the sequence; return the output or refusal."""
         if tokens[0] < 0:
             return self.fail(sequence, tokens[0])
-        first, prompt_logprobs = not sequence.produced, sequence.take_logprobs()
+        prompt_logprobs = sequence.take_logprobs() if (first := not sequence.produced) else None
         if prompt_logprobs is not None and not prompt_logprobs.finite:
             return self.fail(sequence, NOT_FINITE)
         reason, taken = None, 0
