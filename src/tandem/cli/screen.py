@@ -89,7 +89,7 @@ def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
                 "role": replica["role"] if any(one["role"] != "both" for one in replicas) else None,
                 "state": coloured(replica["state"]),
                 "pid": _text(replica.get("pid")),
-                "ranks": _text(replica.get("ranks")),
+                "parts": _text(replica.get("ranks")),
                 "running": _text(replica.get("running")),
                 "waiting": _text(replica.get("queued")),
                 "token room": None if used is None else f"{used} of {total}",
@@ -109,14 +109,14 @@ def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
     return narrow_table(
         [
             {
-                "rank": str(rank["rank"]),
+                "no.": str(rank["rank"]),
                 "replica": str(rank["replica"]) if len(set(replicas)) > 1 else None,
                 "part": f"{replicas[:number].count(rank['replica']) + 1} of {replicas.count(rank['replica'])}",
                 "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}",
                 "host": rank["host"],
                 "pid": str(rank["pid"]),
                 "weights": size(rank["weight_bytes"]),
-                "wired": size(rank["wired_bytes"]) if wired else None,
+                "held": size(rank["wired_bytes"]) if wired else None,
                 "for tokens": size(rank["kv_bytes"]),
                 "peak": size(rank["peak_bytes"]),
                 " ": bar(rank["peak_bytes"], most),

@@ -213,4 +213,4 @@ def power(evidence: Evidence, findings: Findings) -> str:
         if re.search(r"^\s*lowpowermode\s+1", facts.outputs.get("power", ""), re.MULTILINE):
             remedy = evidence.on(name, "sudo pmset -a lowpowermode 0")
             findings.warn(name, "low power mode is on: everything takes longer", remedy)
-    return "on mains, at full power; while ranks run they do not sleep unless a lid is closed"
+    return "on mains, at full power; while a model runs it does not sleep unless a lid is closed"
