@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
@@ -64,6 +65,18 @@ def test_a_part_of_a_prompt_is_computed_with_its_step(runner: Runner) -> None:
     pending = runner.execute(first(prefill=[PrefillOp("a", 0, 2, False)]))
     mx.synchronize()
     assert pending.kv_bytes and mx.get_active_memory() - before >= pending.kv_bytes
+
+
+def test_a_long_prompt_has_caches_of_its_length_from_its_first_chunk_on(runner: Runner) -> None:
+    sizes = []
+    for number, at in enumerate((0, 200)):
+        known = {"prefill": [PrefillOp("a", at, 200, False)], "fingerprint": batch_fingerprint([("a", at)])}
+        inserts = [] if number else [InsertOp("a", [1] * 600, 600, PARAMS)]
+        runner.execute(msgspec.structs.replace(first(inserts=inserts, **known), step_id=number))
+        caches = runner._micro_batches[0].held["a"].caches
+        assert caches is not None
+        sizes.append(caches[0].keys.shape[2])
+    assert sizes == [600, 600]
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
