@@ -40,6 +40,7 @@ from tandem.kv.files import DiskBlockFiles, Unusable
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.kv.parts import KVSlice
 from tandem.kv.store import Layers, unsupported
+from tandem.loading.memory import choose_device
 from tandem.loading.prefix import Prefix, kinds_of
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
@@ -383,6 +384,7 @@ def main() -> None:
     if args.plant:
         args.layouts = ["one"]
         plant()
+    choose_device("auto")  # TANDEM_DEVICE goes for the reference too
     # Tiny models compute faster than disks read, and steps with drafts cost as much as others.
     DiskTier._pays = lambda *_: True  # type: ignore[method-assign]
     StepCosts.ratio = lambda *_: 1.0  # type: ignore[method-assign]
