@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from adapters import tiny_adapter
@@ -54,6 +56,10 @@ def said(server: Server, name: str, **more: object) -> Call:
     return Call(server.url, {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **more})
 
 
+def engines(server: Server) -> list[psutil.Process]:
+    return [one for one in server.family() if "engine" in one.cmdline() and "tandem.cli.processes" in one.cmdline()]
+
+
 def test_adapters_are_models_beside_their_base(server: Server, place: Path, expected: dict[str, str]) -> None:
     assert said(server, "chat").join().status == 404
     assert change(server, "load", "chat", place / "chat").text == "Success: LoRA adapter 'chat' added successfully."
@@ -81,10 +87,20 @@ def test_a_new_engine_gets_the_adapters_that_were_loaded(server: Server, place: 
     assert change(server, "load", "chat", place / "chat").status_code == 200
     calls = [(name, said(server, name, max_tokens=300, stream=True)) for _ in range(2) for name in expected]
     wait_until(lambda: any(call.chunks > 3 for _, call in calls))
-    victim = next(one for one in server.family() if "engine" in one.cmdline() and "tandem.cli.processes" in one.cmdline())
-    victim.kill()
+    engines(server)[0].kill()
     for name, call in calls:
         assert call.join().result["text"].startswith(expected[name]) and call.result["usage"]["completion_tokens"] == 300
     wait_until(lambda: [one["state"] for one in server.get("/health")["replicas"]] == ["ready", "ready"])
     for name in list(expected) * 4:
         assert said(server, name).join().result["text"] == expected[name]
+    running = [said(server, "chat", max_tokens=300, stream=True) for _ in range(3)]
+    wait_until(lambda: all(call.chunks > 3 for call in running))
+    with ThreadPoolExecutor(1) as pool:
+        unload = pool.submit(change, server, "unload", "chat")  # it waits for them, also where they go on
+        wait_until(lambda: "chat" not in {one["id"] for one in server.get("/v1/models")["data"]})
+        for one in engines(server):
+            one.kill()
+        for call in running:
+            assert call.join().result["text"].startswith(expected["chat"]) and call.result["usage"]["completion_tokens"] == 300
+        assert unload.result().status_code == 200
+    assert said(server, "chat").join().status == 404

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.server.openai.rerank import END, START
 
-DOCUMENTS = ["a long one about nothing at all", "short", {"text": "not so long"}]
+DOCUMENTS = ["a long one about nothing at all", "short", {"text": "not so long", "id": 3}]
 TEXTS = ["a long one about nothing at all", "short", "not so long"]
 
 

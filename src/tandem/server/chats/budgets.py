@@ -38,9 +38,7 @@ def budget_of(
         raise invalid(field, f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that.")
     if tokens is None:
         if limit and SENT_TO_ALL not in http.scope:
-            why = (
-                f"'{field}' is not supported with this model: it does not think, or not between tokens of its own. Leave it out."
-            )
+            why = f"'{field}' is not supported: this model does not think, or not between tokens of its own. Leave it out."
             raise RequestError(why, param=field, code="unsupported_parameter")
         if limit:
             note_ignored(http, http.scope[SENT_TO_ALL])

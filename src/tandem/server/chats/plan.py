@@ -143,11 +143,12 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
         prompt_logprobs=fields.prompt_logprobs,
     )
     effort, server = plan.effort, served.settings.server
-    if effort.budget is not None or effort.effort is not None or server.thinking_budget is not None:
+    off = effort.think is False or effort.effort == "none"  # also where the template has no switch
+    if off or effort.budget is not None or effort.effort is not None or server.thinking_budget is not None:
         budget = budget_of(
             http,
             fields.reasoning_budget_message,
-            (effort.budget_field, effort.budget, effort.effort),
+            (effort.budget_field, 0 if off else effort.budget, effort.effort),
             plan.thinking,
             texts,
             server,
@@ -350,7 +351,7 @@ def add_thinking(effort: ThinkingSettings, tokenizer: Tokenizer, variables: dict
     if "reasoning_effort" in reads:
         if level := nearest(effort.effort, tokenizer.template_words, switched=bool(switches)):
             variables.setdefault("reasoning_effort", level)
-    elif not switches:
+    elif not switches and effort.effort != "none":
         return [effort.effort_field]
     return []
 

@@ -285,6 +285,10 @@ class Dispatcher:
         member = self._member(inflight)
         return member is not None and member.client.alive
 
+    def uses(self, adapter: str) -> bool:
+        """Return whether a request in flight has this LoRA adapter."""
+        return any(one.request.adapter == adapter for one in self._inflights.values())
+
     def _member(self, inflight: InflightRequest) -> Member | None:
         """Return the replica that has the request; None if there is none or it was removed."""
         return None if inflight.replica is None else self._members.get(inflight.replica)

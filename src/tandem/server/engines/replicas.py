@@ -22,7 +22,7 @@ from tandem.protocol.control import EngineStatus, Refused
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.server.engines.engine_client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
-from tandem.server.engines.inflight import Dispatcher
+from tandem.server.engines.inflight import RETRY_S, Dispatcher
 from tandem.server.engines.router import Router
 from tandem.server.engines.supervisor import SupervisorLink
 
@@ -118,8 +118,8 @@ class Replicas:
         """Merged status of the engines that answer, or the last one known; None before the first answer."""
         self.adapters: dict[str, str] = {}
         """Directories of the LoRA adapters that requests can name, by name."""
-        self._unloaded: set[str] = set()
-        """Adapters that new engines load by their settings, and must unload again."""
+        self._unloaded: dict[str, str] = {}
+        """Those that were unloaded: new engines load them by their settings, or for requests that go on, and unload them."""
         self._taking = False
         """True while some engine takes requests."""
         self._load = Gauge(
@@ -188,10 +188,9 @@ class Replicas:
         status, ready = member.client.status, member.state == "ready"
         if ready and not member.adapted and status is not None:
             theirs = {adapter.name: adapter.path for adapter in status.adapters}
-            for name in self.adapters.keys() - theirs.keys():
-                start_task(member.client.change_adapter(name, self.adapters[name]), name="adapter")
-            for name in self._unloaded & theirs.keys():
-                start_task(member.client.change_adapter(name), name="adapter")
+            wanted = self.adapters | {name: path for name, path in self._unloaded.items() if self.requests.uses(name)}
+            for name in wanted.keys() ^ theirs.keys() & (wanted | self._unloaded).keys():
+                start_task(member.client.change_adapter(name, wanted.get(name, "")), name="adapter")
             self.adapters |= {name: path for name, path in theirs.items() if name not in self._unloaded}
         member.adapted = ready or (member.adapted and member.client.alive)
 
@@ -200,8 +199,10 @@ class Replicas:
 
         Raises RequestError.
         """
-        if not path and self.adapters.pop(name, ""):  # new requests get 404
-            self._unloaded.add(name)
+        if not path and name in self.adapters:
+            self._unloaded[name] = self.adapters.pop(name)  # new requests get 404
+        while not path and self.requests.uses(name):  # also where they go on once their engine is lost
+            await asyncio.sleep(RETRY_S)
         clients = [member.client for member in self._members.values() if member.client.alive]
         answers = await asyncio.gather(*(client.change_adapter(name, path) for client in clients))
         done = [client for client, answer in zip(clients, answers, strict=True) if answer.status == 200]
@@ -210,7 +211,7 @@ class Replicas:
             raise Refused("", wrong.status, wrong.message, "adapter_refused", "lora_path" if path else "lora_name").as_error()
         if path:
             self.adapters[name] = path
-            self._unloaded.discard(name)
+            self._unloaded.pop(name, "")
 
     def _merge(self) -> None:
         taking = why_none(self._members.values()) is None

@@ -33,7 +33,7 @@ FOREVER = "2318-01-01T00:00:00Z"
 
 def canonical(http: Request, name: str) -> str:
     """Return `name` without Ollama's tag `:latest`, unless a model is called so."""
-    known = {other for served in get_api(http).served for other in served.names()}
+    known = {other for served in get_api(http).listed() for other in (served.name, *served.names())}
     return name if name in known else name.removesuffix(":latest")
 
 
@@ -47,14 +47,14 @@ async def version() -> Response:
 async def tags(http: Request) -> Response:
     """List all models."""
     api = get_api(http)
-    return json_response({"models": [_entry(api, served) for served in api.served]})
+    return json_response({"models": [_entry(api, served) for served in api.listed()]})
 
 
 @router.get("/api/ps")
 async def ps(http: Request) -> Response:
     """List the loaded models."""
     api = get_api(http)
-    loaded = [served for served in api.served if model_object(api, served)["loaded"]]
+    loaded = [served for served in api.listed() if model_object(api, served)["loaded"]]
     return json_response({"models": [_entry(api, served) | {"expires_at": FOREVER} for served in loaded]})
 
 

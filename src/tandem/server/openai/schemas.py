@@ -326,13 +326,13 @@ class EmbeddingRequest(Strict):
 
 
 def _document_text(value: object) -> object:
-    return value["text"] if isinstance(value, dict) and value.keys() == {"text"} else value
+    return value["text"] if isinstance(value, dict) and "text" in value else value
 
 
 Judged = Annotated[
     list[Annotated[str, BeforeValidator(_document_text)]], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
 ]
-"""Texts to judge in one request; a text may also be an object `{"text": ...}`."""
+"""Texts to judge in one request; a text may also be an object with a `text`, whose other fields are the client's own."""
 
 
 class JudgingFields(Strict):
