@@ -28,13 +28,13 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("64GB", 64 * GIB), ("64GiB", 64 * GIB), ("64g", 64 * GIB), ("512MB", 2**29), ("1.5TB", 1536 * GIB), ("99", 99)],
+    [("64GB", 64 * GIB), ("64GiB", 64 * GIB), ("64g", 64 * GIB), ("512MB", 2**29), ("1.5TB", 1536 * GIB), ("2000000", 2000000)],
 )
 def test_memory_sizes(text, size):
     assert memory_size(text, "host a") == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "64XB", "nan", "1e9"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "64XB", "nan", "1e9", "24"])
 def test_bad_memory_sizes(text):
     with pytest.raises(ConfigError, match="host a"):
         memory_size(text, "host a")

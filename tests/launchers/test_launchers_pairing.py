@@ -93,6 +93,14 @@ def test_a_code_expires():
         attempt(agent, code)
 
 
+def test_a_code_that_is_renewed_while_somebody_types_is_taken(agent):
+    agent.open()
+    identity, _ = agent.answer(b"1", HEAD)
+    head = HeadSide(agent.open(), HEAD, identity)
+    element, _ = agent.answer(b"1", head.start())
+    assert agent.answer(b"1", head.confirm(element))[1] == HEAD
+
+
 @pytest.mark.parametrize("seen", [PairIdentity("a", "X" * 40), PairIdentity("b", "A" * 40)])
 def test_somebody_between_them_cannot_put_in_another_key_or_name(agent, seen):
     code = agent.open()

@@ -328,7 +328,8 @@ class Supervisor:
         )
         seen = self._signals and sys.stdout.isatty()
         if seen:
-            say(f"Stopping; answers under way have {self._settings.process.drain_timeout:g} s to end (Ctrl-C ends them now)")
+            left = f"; answers under way have {self._settings.process.drain_timeout:g} s to end (Ctrl-C ends them now)"
+            say(f"Stopping{left if self._engines.announced else ''}")
         self._end_all(self._api.children, self._while_draining)
         self._end_all(self._engines.children)
         if seen:

@@ -11,14 +11,15 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def memory_size(text: str, label: str, param: str = "hosts") -> int:
-    """Return the bytes of `64GB`, `64GiB`, `512MB` or a plain number. Units are powers of two: GB equals GiB.
+    """Return the bytes of `64GB`, `64GiB`, `512MB` or a number of a MiB at least. Units are powers of two: GB equals GiB.
 
     Raises ConfigError.
     """
     match = _SIZE.fullmatch(text.strip())
-    if not match or float(match[1]) == 0:
+    found = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if found < _UNITS["M"]:
         raise ConfigError(f"{label}: {text!r} is not a memory size such as 64GB", param=param)
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return found
 
 
 def counted_memory(nbytes: int, fraction: float, most: str | None) -> int:

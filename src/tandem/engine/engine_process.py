@@ -265,5 +265,5 @@ def run_engine(
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("Stopped at once: requests under way are lost")
+        log.warning("Stopped at once: requests under way, if any, are lost")
         return 128 + signal.SIGTERM

@@ -52,7 +52,7 @@ REMEDIES = {
     "memory": "A smaller --max-context or --memory-fraction leaves more room.",
 }
 """Remedies for the operator, by cause of failure."""
-REMEDY = "If this was the only time, nothing is needed; else see that rank's log, if its agent still runs, and `tandem doctor`."
+REMEDY = "If this was the only time, nothing is needed; else see the log, and `tandem doctor`."
 FEWER = "machines were lost, and those that remain have no room"
 FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
 """Reasons for refusing a request that no longer fits, after `FEWER` machines or halved limits."""
@@ -364,7 +364,7 @@ class RankGroup:
         seconds, left = self._ready_at - noticed, len(scheduler.sequences)
         log.warning("Serving again on %s after %.1f s: %d unfinished request(s) go on", hosts, seconds, left)
         self.history.note(
-            "ranks_replaced", f"{len(self.layout.ranks)} rank(s) serve again after {seconds:.1f} s; {left} request(s) go on"
+            "ranks_replaced", f"{len(self.layout.ranks)} part(s) serve again after {seconds:.1f} s; {left} request(s) go on"
         )
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
@@ -406,21 +406,17 @@ class RankGroup:
         self.restarts += 1
         self._metrics.restarts.inc()
         self._metrics.failures.labels(failure.cause).inc()
-        log.error("%s; all parts restart, requests wait (failure %d)", self._by_machine(failure.message), self._failures_in_a_row)
+        words = f"{self._by_machine(failure.message)}; all parts restart"
+        log.error("%s, requests wait (failure %d)", words, self._failures_in_a_row)
         self.lost = failure.rank
-        self.history.note(
-            "rank_lost",
-            f"{failure.message}; all ranks are replaced",
-            level="error",
-            rank=failure.rank,
-            remedy=REMEDIES.get(failure.cause, REMEDY),
-        )
-        self._announce("recovering", f"replacing the ranks after: {failure.message}")
+        self.history.note("rank_lost", words, level="error", rank=failure.rank, remedy=REMEDIES.get(failure.cause, REMEDY))
+        self._announce("recovering", words)
 
     def _by_machine(self, message: str) -> str:
         """Return the message with machines in place of ranks, where these are known; parts are counted from 1."""
         hosts = [ready.host for ready in self.ready]
         for rank, host in reversed([*enumerate(hosts)]):  # rank 12 before rank 1
+            message = message.replace(f") on {host}", ")")
             message = message.replace(f"rank {rank}", host if hosts.count(host) == 1 else f"part {rank + 1} on {host}")
         return message
 

@@ -300,7 +300,7 @@ class Membership:
 
     def _strike(self, member: JoinedHost, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]
-        log.log(level, "%s is lost: %s; its rank counts as ended", member.facts.name, reason)
+        log.log(level, "%s is lost: %s", member.facts.name, reason)
         if member.rank is not None:
             member.rank.ended(LOST, f"is lost with its host, which {reason}")
         self._changed.notify_all()

@@ -56,7 +56,8 @@ SSH_TROUBLES = (
     (
         "the agent does not answer",
         "its agent does not answer",
-        "on {host}: tandem agent   (where it runs already: `tandem agent --pair` there, then tandem hosts pair {host})",
+        "on {host}: tandem agent   (.venv/bin/tandem in a checkout; where it runs already: `tandem agent --pair` there, "
+        "then tandem hosts pair {host})",
     ),
     (
         "permission denied",

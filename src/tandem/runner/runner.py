@@ -370,8 +370,7 @@ class Runner:
         """Compute the log probabilities of labels after the prompts that end in these rows of `hidden` [rows, L, H]."""
         if ends and self.stage.is_last:
             rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
-            logits = self.stage.head(hidden[rows, places][:, None])[:, 0]
-            found = label_logprobs(logits, [op.label_token_ids for _, op in ends])
+            found = label_logprobs(self.stage.head(hidden[rows, places][:, None])[:, 0], [op.label_token_ids for _, op in ends])
             pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, found, strict=True)]
 
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:

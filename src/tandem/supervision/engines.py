@@ -208,8 +208,8 @@ class EngineSet:
                     self._note(
                         replica.index,
                         "replica_ready",
-                        f"{self._model or status.model} can be used on "
-                        f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s",
+                        f"{self._model or status.model} can be used in "
+                        f"{len(status.ranks)} part(s); loading took {status.load_s:.0f} s",
                     )
                 replica.serves()
             if self.announced:

@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from mac_evidence import DEVICES, VERSIONS, bad, ifconfig, judged, mac, pair, with_b, with_output
+from tandem.diagnostics.doctor.checks_apple import BRIDGE
 from tandem.diagnostics.doctor.evidence import Clock, Host, Need, PlannedMemory
 from tandem.diagnostics.doctor.probe_messages import ModelFacts, Transferred
 from tandem.diagnostics.doctor.probe_session import explain
@@ -94,7 +95,10 @@ def test_an_address_on_wifi():
     evidence = pair(backend="ring")
     evidence.hosts[1] = Host("b", "192.168.1.2")
     [found] = bad(evidence)
-    assert (found.check, found.verdict, found.where) == ("thunderbolt", "fail", "b")
+    assert (found.check, found.verdict, found.where) == ("thunderbolt", "warn", "b")
+    assert found.remedy.startswith("tandem hosts write cable-hosts.json")
+    evidence.hosts.append(Host("agent:c"))  # MLX's tool asks no agent for its cables
+    assert {found.remedy for found in bad(evidence) if found.check == "thunderbolt"} == {BRIDGE}
 
 
 def test_stages_that_would_go_beside_the_cable():

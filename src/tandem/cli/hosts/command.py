@@ -66,6 +66,7 @@ def write(arguments: argparse.Namespace) -> int:
     for agent in filter(None, map(agent_name, hosts)):
         if agent not in paired:
             print(f"paired with {pair_with(*_locate(agent, _FIND_S), None)}", file=sys.stderr)
+    print(f"asking {', '.join(hosts)} ...", file=sys.stderr)
     facts = gather_facts(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
@@ -283,6 +284,7 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
         return host, int(port or PORT)
     if not NAME.fullmatch(host):
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
+    print(f"looking for {host} on this network ...", file=sys.stderr)
     agent = next((agent for agent in find(seconds) if agent.name == host and agent.addresses), None)
     if agent is None:
         raise UsageError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, Host
 from tandem.diagnostics.doctor.parsing import interfaces, rdma_devices, rdma_enabled, rdma_port_states, thunderbolt_ports
 from tandem.diagnostics.doctor.probe_messages import Facts
+from tandem.launchers.agent.link import agent_name
 from tandem.planner.hardware import CHIPS, chip_of
 from tandem.system.metal import FAST_FENCE
 
@@ -20,6 +21,7 @@ WITHOUT_RDMA = (
     "tandem hosts write ring-hosts.json {hosts} --over thunderbolt --backend ring   (goes over any Thunderbolt cable; serve with "
     "--hostfile ring-hosts.json)"
 )
+BRIDGE = 'networksetup -setmanual "Thunderbolt Bridge" 10.254.0.1 255.255.255.252   (and 10.254.0.2 on the other)'
 UPDATE = "softwareupdate --install --all --restart"
 
 
@@ -145,17 +147,20 @@ def thunderbolt(evidence: Evidence, findings: Findings) -> str:
         kind, address = _kind_of(facts, host.address), host.address or "its address"
         kinds.add(kind)
         if kind == "wifi":
-            hosts = " ".join(host.name for host in evidence.carriers)
-            remedy = f"tandem hosts write cable-hosts.json {hosts} --over thunderbolt   (with a cable between the Macs)"
-            findings.fail(host.name, f"{host.address} is on Wi-Fi", remedy)
+            hosts = [host.name for host in evidence.carriers]
+            remedy = f"tandem hosts write cable-hosts.json {' '.join(hosts)} --over thunderbolt   (with a cable between the Macs)"
+            remedy = BRIDGE if any(map(agent_name, hosts)) else remedy
+            if evidence.backend.startswith("jaccl"):
+                findings.fail(host.name, f"{host.address} is on Wi-Fi", remedy)
+            else:
+                findings.warn(host.name, f"{host.address} is on Wi-Fi, which works but is slow", remedy)
         elif kind != "thunderbolt" and evidence.backend.startswith("jaccl"):
             if cable := _on_cable(facts):
                 why = f"pipeline stages and weights would go over {address} ({kind}), not over the cable, where it has {cable}"
                 remedy = f"put the addresses of the cables into `ips`, {cable} for {host.name}"
                 findings.warn(host.name, why, f"{remedy}; stages of one rank group alone do not need it")
         elif kind != "thunderbolt":
-            remedy = 'networksetup -setmanual "Thunderbolt Bridge" 10.254.0.1 255.255.255.252   (and 10.254.0.2 on the other)'
-            findings.warn(host.name, f"{address} is not on a Thunderbolt interface", remedy)
+            findings.warn(host.name, f"{address} is not on a Thunderbolt interface", BRIDGE)
     return f"addresses are on: {', '.join(sorted(kinds))}"
 
 

@@ -39,7 +39,7 @@ ATTEMPTS = 3
 LIFE_S = 300.0
 MOST_RUNS = 8
 """Limit of concurrent runs; the oldest is dropped."""
-_WRONG = "the code is wrong, or was meant for another machine"
+_WRONG = "the code is wrong; run this again with the one that the other machine shows now"
 
 
 class HeadSide:
@@ -87,8 +87,7 @@ class AgentSide:
         """Return a new random code to show to the user; it replaces the previous one."""
         self._code = f"{secrets.randbelow(10**DIGITS):0{DIGITS}d}"
         self._until, self.attempts_left = self._clock() + LIFE_S, ATTEMPTS
-        self._heads.clear()
-        self._keys.clear()
+        self._keys.clear()  # heads stay: somebody may be typing
         return self._code
 
     @property
@@ -104,7 +103,7 @@ class AgentSide:
     def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
         """Return the reply to `peer`, a connection's identity, and the head to trust once a run succeeds, else None."""
         if not self.is_open:
-            why = "this machine shows no code, or its time is over: end the agent there (Ctrl-C), and run `tandem agent --pair`"
+            why = "the agent shows no code (paired machines need none): end it (Ctrl-C) and run `tandem agent --pair` for one"
             return PairRefused(why), None
         if isinstance(request, PairHello):
             while len(self._heads) >= MOST_RUNS:
@@ -135,7 +134,7 @@ class AgentSide:
     def _confirm(self, peer: bytes, request: PairConfirm) -> tuple[PairReply, PairHello | None]:
         key, head = self._keys.pop(peer, None), self._heads.pop(peer)
         if key is None or not hmac.compare_digest(request.proof, _proof(key, b"head")):
-            return PairRefused(_WRONG), None
+            return PairRefused(f"{_WRONG} (attempts left: {self.attempts_left})"), None
         self._code = None
         return PairProof(_proof(key, b"agent")), head
 
