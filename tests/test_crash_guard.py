@@ -23,6 +23,7 @@ AWAITED = {
     "server/waiting.py unless": "both are awaited there, and their results taken",
     "server/acquire.py _wait_in_stream": "awaited there, and its result taken",
     "bench/workload.py offer": "gathered there",
+    "server/chats/picture_fetch.py fetch_pictures": "gathered there, and ended",
     "llm/llm.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "processes/sandbox.py ask": "a timer that kills a process, which cannot fail",

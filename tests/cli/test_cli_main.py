@@ -101,7 +101,7 @@ def test_a_server_that_is_ready_stays_when_nobody_reads_what_it_prints(monkeypat
     one = SimpleNamespace(_engines=SimpleNamespace(), _history=history, _settings=Settings())
     with os.fdopen(writer, "w") as gone, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", gone)
-        Supervisor._announce(one, [SimpleNamespace(model="m", ranks=[0], stages=1)])
+        Supervisor._announce(one, [SimpleNamespace(model="m", ranks=[SimpleNamespace(host="mini")], stages=1)])
     assert one._engines.announced and [event.kind for event in history.after(0)] == ["server_ready"]
 
 

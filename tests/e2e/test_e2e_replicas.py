@@ -158,7 +158,7 @@ def test_join_and_leave_while_serving(two: Replicas) -> None:
     wait_until(lambda: sorted(two.replicas()) == [1, 2])
     assert not psutil.pid_exists(pid)
     listed = two.command("list").stdout.splitlines()
-    assert [line.split()[:3] for line in listed[1:]] == [["1", "both", "ready"], ["2", "both", "ready"]]
+    assert [line.split()[:2] for line in listed[1:]] == [["1", "ready"], ["2", "ready"]]
     assert two.complete("and then") == expected
 
 

@@ -66,7 +66,7 @@ def write(arguments: argparse.Namespace) -> int:
     for agent in filter(None, map(agent_name, hosts)):
         if agent not in paired:
             print(f"paired with {pair_with(*_locate(agent, _FIND_S), None)}", file=sys.stderr)
-    print(f"asking {', '.join(hosts)} ...", file=sys.stderr)
+    _tell(f"asking {', '.join(hosts)}")
     facts = gather_facts(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
@@ -184,6 +184,12 @@ def pair_with(address: str, port: int, code: str | None) -> str:
     return name
 
 
+def _tell(what: str) -> None:
+    """Tell somebody at a terminal what takes seconds."""
+    if sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr)
+
+
 def _asked_for(name: str) -> str:
     if not sys.stdin.isatty():
         return sys.stdin.readline().strip()
@@ -284,7 +290,7 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
         return host, int(port or PORT)
     if not NAME.fullmatch(host):
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
-    print(f"looking for {host} on this network ...", file=sys.stderr)
+    _tell(f"looking for {host} on this network")
     agent = next((agent for agent in find(seconds) if agent.name == host and agent.addresses), None)
     if agent is None:
         raise UsageError(

@@ -119,7 +119,7 @@ class Replicas:
         self.adapters: dict[str, str] = {}
         """Directories of the LoRA adapters that requests can name, by name."""
         self._unloaded: dict[str, str] = {}
-        """Those that were unloaded: new engines load them by their settings, or for requests that go on, and unload them."""
+        """Adapters that were unloaded: new engines load them by their settings, or for requests that go on, and unload them."""
         self._taking = False
         """True while some engine takes requests."""
         self._load = Gauge(
