@@ -3,7 +3,8 @@
 An embedding is a prefill, and should cost no more than one (goal: 0.97 of the prompt tokens a second).
 
 `embeddings.py --rerank 100` measures a running stream instead: the p99 of its gaps beside refused reranks of 10,000 documents
-over that alone before and after, in turns (goal: 1.2), and beside reranks of so many that are computed.
+over that alone before and after, in turns (goal: 1.2), and beside reranks of so many that are computed. Likewise beside thinking
+budgets and LoRA adapters that are refused, and beside an Ollama client that stops reading against one that reads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import contextlib
 import http.client
 import json
+import socket
+import tempfile
 import threading
 import time
 import urllib.request
@@ -21,6 +24,7 @@ from typing import Any
 
 import harness
 import load
+import mlx.core as mx
 from kv_roles import ENOUGH, Stream
 
 REFUSED = 10_000
@@ -93,14 +97,21 @@ def embedded(server: harness.Server, texts: list[str]) -> float:
 def gaps(args: argparse.Namespace, model: Path, prompts: load.PromptSource, name: str) -> list[dict[str, Any]]:
     """Print the gaps of a stream in each phase of each round; return the verdicts."""
     limit = {} if args.prefill_time_ms is None else {"prefill_time_ms": args.prefill_time_ms}
-    flags = {"reranker": "on", "prefix_cache": 0, **limit, **LAYOUTS[name]}
+    flags = {"reranker": "on", "prefix_cache": 0, "enable_lora": True, "max_loras": 2, **limit, **LAYOUTS[name]}
     documents = [prompts.make(args.tokens) for _ in range(args.rerank)]
-    with harness.tandem_server(model, args.threads, name, **flags) as server:
+    with tempfile.TemporaryDirectory() as folder, harness.tandem_server(model, args.threads, name, **flags) as server:
+        broken = json.dumps({"lora_name": "broken", "lora_path": folder}).encode()
+        write_broken(model, Path(folder))
+        budget = json.dumps({"messages": [{"role": "user", "content": "a"}], "thinking_budget": 2**40}).encode()
         refused, computed = rerank(["a document"] * REFUSED), rerank(documents)
         phases: dict[str, Callable[[], object]] = {
             "alone": lambda: time.sleep(args.seconds),
             f"beside {REFUSED} refused": lambda: _until(args.seconds, lambda: send(server, refused, 400)),
+            "beside refused budgets": lambda: _until(args.seconds, lambda: send(server, budget, 400, "/v1/chat/completions")),
+            "beside refused adapters": lambda: _until(args.seconds, lambda: send(server, broken, 400, "/v1/load_lora_adapter")),
             "alone again": lambda: time.sleep(args.seconds),
+            "beside one that reads": lambda: beside(server, args.seconds, reads=True),
+            "beside one that does not": lambda: beside(server, args.seconds, reads=False),
             f"beside {len(documents)}": lambda: send(server, computed),
         }
         found: dict[str, list[float]] = {phase: [] for phase in phases}
@@ -118,7 +129,41 @@ def gaps(args: argparse.Namespace, model: Path, prompts: load.PromptSource, name
                 for phase, all_ in found.items()
             ]
             harness.table(["phase", "gaps", "p50 ms", "p99 ms", "max ms", "p99 / alone"], rows)
-    return [harness.verdict(f"{name}, p99 {rows[1][0]}", rows[1][5], 1.2, at_most=True)]
+    ratios = {phase: ratio for phase, *_, ratio in rows}
+    ratios["beside one that does not"] /= ratios.pop("beside one that reads")
+    wanted = [phase for phase in ratios if "refused" in phase or "not" in phase]
+    return [harness.verdict(f"{name}, p99 {phase}", ratios[phase], 1.2, at_most=True) for phase in wanted]
+
+
+def write_broken(model: Path, directory: Path) -> None:
+    """Write a LoRA adapter for all layers' queries, with a NaN."""
+    width, heads = (json.loads((model / "config.json").read_text())[name] for name in ("hidden_size", "num_attention_heads"))
+    head = json.loads((model / "config.json").read_text()).get("head_dim") or width // heads
+    arrays = {
+        "model.layers.0.self_attn.q_proj.lora_a": mx.full((width, 8), float("nan")),
+        "model.layers.0.self_attn.q_proj.lora_b": mx.zeros((8, heads * head)),
+    }
+    mx.save_safetensors(str(directory / "adapters.safetensors"), arrays)
+    parameters = {"rank": 8, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def beside(server: harness.Server, seconds: float, *, reads: bool) -> None:
+    """Have an Ollama client ask for a long answer, and read it or not."""
+    body = json.dumps({"model": server.model, "prompt": "a", "options": {"num_predict": STREAM}}).encode()
+    head = (
+        f"POST /api/generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.sendall(head.encode() + body)
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0:
+            one.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                if not reads or not one.recv(65536):
+                    time.sleep(max(left, 0))
 
 
 def rerank(documents: list[str]) -> bytes:
@@ -126,11 +171,11 @@ def rerank(documents: list[str]) -> bytes:
     return json.dumps({"query": "which one tells of the sea?", "documents": documents}).encode()
 
 
-def send(server: harness.Server, body: bytes, status: int = 200) -> None:
-    """Send a rerank, which must be answered with `status`. The client's own work is kept small: the stream's reader waits."""
+def send(server: harness.Server, body: bytes, status: int = 200, path: str = "/v1/rerank") -> None:
+    """Send a request, which must be answered with `status`. The client's own work is kept small: the stream's reader waits."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=900)
     try:
-        connection.request("POST", "/v1/rerank", body, {"content-type": "application/json"})
+        connection.request("POST", path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
         text = answer.read()
     finally:
