@@ -133,6 +133,17 @@ def test_a_full_disk_loses_what_was_used_least_recently(tmp_path, monkeypatch):
     assert set(files.take_gone()) == set(names[:3])
 
 
+@pytest.mark.parametrize("other", [((2, 4), (0, 2)), ((0, 2), (2, 4))])
+def test_the_file_of_other_layers_or_heads_of_the_same_block_is_not_believed(tmp_path, other):
+    files = store(tmp_path, (0, 2), (0, 2))
+    [path] = tmp_path.glob("space/*.kv")
+    store(tmp_path, *other)
+    [foreign] = set(tmp_path.glob("space/*.kv")) - {path}
+    path.write_bytes(foreign.read_bytes())
+    with pytest.raises(Unusable, match="is damaged"):
+        files.read(NAME)
+
+
 def test_what_says_that_it_is_a_disk_block_is_not_believed(tmp_path):
     files = store(tmp_path, (0, 2), (0, 2))
     [path] = tmp_path.glob("space/*.kv")

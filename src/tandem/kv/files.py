@@ -33,7 +33,7 @@ from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, is_checkpoint
 from tandem.system.files import NotRegular, read_regular
 
-MAGIC = b"TDMKV\0\0\1"
+MAGIC = b"TDMKV\0\0\2"
 MARK = "tandem-kv"
 """Marker file of Tandem's KV directories."""
 IDENTITY = "identity"
@@ -61,6 +61,8 @@ checkpoint."""
 class _Header(msgspec.Struct):
     space: str
     name: bytes
+    part: str
+    """Label of its layers and heads."""
     shapes: list[list[list[int]]]
     """Shape of each array of each layer."""
     dtype: str
@@ -241,7 +243,7 @@ class DiskBlockFiles:
             payload = memoryview(data)[_PREFIX.size + length :]
             if (
                 magic != MAGIC
-                or (header.space, header.name) != (self._space, name)
+                or (header.space, header.name, header.part) != (self._space, name, part.label)
                 or len(header.shapes) != len(part.layers)
                 or zlib.crc32(payload) != header.checksum
             ):
@@ -312,9 +314,8 @@ class DiskBlockFiles:
         checksum = 0
         for block in blocks:
             checksum = zlib.crc32(block.data, checksum)
-        header = msgspec.msgpack.encode(
-            _Header(self._space, name, [[list(array.shape) for array in layer] for layer in layers], dtype, checksum)
-        )
+        shapes = [[list(array.shape) for array in layer] for layer in layers]
+        header = msgspec.msgpack.encode(_Header(self._space, name, self.need.label, shapes, dtype, checksum))
         return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
 
     def _put(self, name: bytes, part: KVSlice, contents: Iterable[bytes | memoryview]) -> int:
