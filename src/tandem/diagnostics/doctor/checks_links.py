@@ -30,7 +30,7 @@ def subnets(evidence: Evidence, findings: Findings) -> str:
             remedy = _readdress(evidence.facts[name], interface, str(next(fresh)[1]))
             findings.fail(name, problem, evidence.on(name, remedy))
     _twice(evidence, every, findings)
-    return "no cable has addresses of the router's network or of another"
+    return "each cable has addresses of its own, and the router has others"
 
 
 def _real(facts: Facts, local: bool) -> list[Interface]:
