@@ -351,7 +351,7 @@ def add_thinking(effort: ThinkingSettings, tokenizer: Tokenizer, variables: dict
     if "reasoning_effort" in reads:
         if level := nearest(effort.effort, tokenizer.template_words, switched=bool(switches)):
             variables.setdefault("reasoning_effort", level)
-    elif not switches and effort.effort != "none":
+    elif not switches:
         return [effort.effort_field]
     return []
 
