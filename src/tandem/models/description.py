@@ -253,7 +253,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
-            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if has_mlx_vlm() and not why_unread(config) else 0,
+            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if not why_unread(config) and has_mlx_vlm() else 0,
             mrope_section=mrope_section(str(name), known),
             deepstack=deepstack(config),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),

@@ -26,7 +26,7 @@ class PictureSpan(Struct, frozen=True, array_like=True):
 
     @property
     def shift(self) -> int:
-        """What it adds to the rotary positions of all later tokens: a picture takes as many as its longer side."""
+        """Shift of the rotary positions of all later tokens: a picture takes as many as its longer side."""
         return max(self.rows, self.columns) - self.length
 
 

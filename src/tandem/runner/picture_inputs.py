@@ -1,5 +1,5 @@
-"""What a stage's layers take of pictures (mlx): features in place of embeddings and behind the first layers, and positions
-on three axes.
+"""Inputs that a stage's layers take from pictures (mlx): features in place of embeddings and behind the first layers, and
+positions on three axes.
 
 All of it is data of one pass. Later stages get features for their layers beside the payload.
 """

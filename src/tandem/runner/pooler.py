@@ -44,9 +44,8 @@ def label_logprobs(logits: mx.array, labels: Sequence[Sequence[int]]) -> list[mx
     """Return the log probabilities of the token ids in each of `labels`, float32 [labels], from logits [rows, V]. Dispatched at
     once."""
     logits = logits.astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    found = [row[mx.array(list(ids), dtype=mx.int32)] for row, ids in zip(logprobs, labels, strict=True)]
-    dispatch(found)
+    each = zip(logits, mx.logsumexp(logits, axis=-1), labels, strict=True)
+    dispatch(found := [row[mx.array(list(ids))] - norm for row, norm, ids in each])
     return found
 
 

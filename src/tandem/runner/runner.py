@@ -320,8 +320,7 @@ class Runner:
         self._judge(pending, hidden, [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids])
         ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
         if ends:
-            rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
-            last = hidden[rows, places][:, None] if others or width > ops[0].count else hidden[:, -1:]
+            last = _at_ends(hidden, ends) if others or width > ops[0].count else hidden[:, -1:]
             self._sample(pending, last, [op.request_id for _, op in ends])
         if self._head:
             dispatch(hidden)  # on each rank of the stage, as its sums take all of them
@@ -369,8 +368,7 @@ class Runner:
     def _judge(self, pending: PendingStep, hidden: mx.array, ends: list[tuple[int, PrefillOp]]) -> None:
         """Compute the log probabilities of labels after the prompts that end in these rows of `hidden` [rows, L, H]."""
         if ends and self.stage.is_last:
-            rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
-            found = label_logprobs(self.stage.head(hidden[rows, places][:, None])[:, 0], [op.label_token_ids for _, op in ends])
+            found = label_logprobs(self.stage.head(_at_ends(hidden, ends))[:, 0], [op.label_token_ids for _, op in ends])
             pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, found, strict=True)]
 
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
@@ -447,3 +445,9 @@ class Runner:
             # Copy, as on CUDA two threads must not fetch the same buffer to the host at once.
             self._link.send(pending.produced + 0, plan.step_id)
         dispatch(pending.outcome)
+
+
+def _at_ends(hidden: mx.array, ends: Sequence[tuple[int, PrefillOp]]) -> mx.array:
+    """Return the hidden states [ends, 1, H] at the last positions of chunks in these rows of `hidden` [rows, L, H]."""
+    rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
+    return hidden[rows, places][:, None]

@@ -78,6 +78,9 @@ class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
     name = key = ""
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: a browser that leaves is no error, and the terminal shows codes."""
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -100,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in names or (origin and origin.removeprefix("http://") not in names):
             return self._error(HTTPStatus.FORBIDDEN, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
         length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > MOST_BODY:
+        if not length.isdecimal() or int(length[:20]) > MOST_BODY:
             return self._error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A body may have {MOST_BODY} bytes.", "too_large")
         body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
         if path in PATHS or path == "/":
@@ -257,4 +260,4 @@ _ACTIONS: Mapping[str, Callable[[_PageServer, _Asked], object]] = {
     "start": _start,
     "stop": lambda _, asked: _tandem("down"),
 }
-"""What the page may ask for, by the last word of the path."""
+"""Actions of the page, by the last word of the path."""
