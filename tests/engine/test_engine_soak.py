@@ -130,7 +130,7 @@ def test_random_requests_are_answered_as_if_alone(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("changes", "kind"),
-    [({"max_memory": "1KB"}, OutOfMemory), ({"kv_tokens": 10**12}, OutOfMemory), ({"start_timeout": 0.001}, RankFailure)],
+    [({"max_memory": "1MB"}, OutOfMemory), ({"kv_tokens": 10**12}, OutOfMemory), ({"start_timeout": 0.001}, RankFailure)],
 )
 def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, Any], kind: type[Exception]) -> None:
     settings = settings_of(model, pipeline_parallel_size=2, **changes)

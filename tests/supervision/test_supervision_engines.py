@@ -47,14 +47,14 @@ def test_engines_are_not_told_api_keys(count):
 def test_several_share_cores_and_memory(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    given = settings(data_parallel_size=2, parallel=(2, 1), memory_fraction=0.8, max_memory="2KB")
+    given = settings(data_parallel_size=2, parallel=(2, 1), memory_fraction=0.8, max_memory="2MB")
     assert ranks_of(given.parallel) == 3
     parts = [replica_settings(given, index) for index in (0, 1)]
     assert [part.process.engine_socket for part in parts] == ["/run/engine-8000-0.sock", "/run/engine-8000-1.sock"]
     for part in parts:
         assert part.parallel.threads_per_rank == 2
         assert part.parallel.data_parallel_size == 1
-        assert part.scheduler.memory_fraction == pytest.approx(0.4) and part.scheduler.max_memory == "1024"
+        assert part.scheduler.memory_fraction == pytest.approx(0.4) and part.scheduler.max_memory == str(2**20)
     assert replica_settings(settings(data_parallel_size=40), 0).parallel.threads_per_rank == 1
     assert replica_settings(settings(data_parallel_size=2, threads_per_rank=5), 1).parallel.threads_per_rank == 5
 

@@ -406,8 +406,8 @@ class RankGroup:
         self.restarts += 1
         self._metrics.restarts.inc()
         self._metrics.failures.labels(failure.cause).inc()
-        words = f"{self._by_machine(failure.message)}; all parts restart"
-        log.error("%s, requests wait (failure %d)", words, self._failures_in_a_row)
+        words = self._by_machine(failure.message)
+        log.error("%s; all parts restart, requests wait (failure %d since the start)", words, self.restarts)
         self.lost = failure.rank
         self.history.note("rank_lost", words, level="error", rank=failure.rank, remedy=REMEDIES.get(failure.cause, REMEDY))
         self._announce("recovering", words)
