@@ -92,6 +92,8 @@ def test_an_effort_is_a_share_of_the_servers_budget_and_the_sentence_is_tokens(t
     assert budget_in(engine) == ThinkingBudget(200, TOKENS, tuple(engine.tokenizer.encode("So:", False)))
     server.chat(reasoning_effort="medium", max_tokens=20, reasoning_budget_message="Now")
     assert budget_in(engine) == ThinkingBudget(100, TOKENS, tuple(engine.tokenizer.encode("Now", False)))
+    server.chat(reasoning_budget=-1)
+    assert budget_in(engine) is None
     server.chat(thinking_budget=7, reasoning_effort="low")
     assert budget_in(engine).limit == 7
 

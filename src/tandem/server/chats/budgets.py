@@ -36,6 +36,8 @@ def budget_of(
     field, limit, effort = asked
     if limit is not None and most is not None and limit > most:
         raise invalid(field, f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that.")
+    if limit is None and field:
+        return None  # -1: also where the server has a default
     if tokens is None:
         if limit and SENT_TO_ALL not in http.scope:
             why = f"'{field}' is not supported: this model does not think, or not between tokens of its own. Leave it out."

@@ -313,7 +313,7 @@ def effort_of(fields: ChatRequest) -> ThinkingSettings:
         "thinking.budget_tokens": fields.thinking and fields.thinking.budget_tokens,
     }
     effort_field, effort = _only("reasoning_effort", efforts)
-    budget_field, budget = _only("thinking_token_budget", budgets)
+    budget_field, budget = _only("", budgets)
     think = _only("enable_thinking", switches)[1]
     return ThinkingSettings(
         effort, effort_field, False if think is None and budget == 0 else think, None if budget == -1 else budget, budget_field
