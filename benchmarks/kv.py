@@ -84,8 +84,8 @@ def drained(model: str, prompt: list[int], **flags: object) -> float:
 
 
 def second_turn(family: str, length: int, directory: Path) -> dict[str, object]:
-    """Return the seconds to the first token of a conversation's second turn of `length` tokens for a tiny model, and what its
-    checkpoints take on disk beside its blocks."""
+    """Return the seconds to the first token of a conversation's second turn of `length` tokens for a tiny model, the pause when
+    the rank of one of two stages is killed after it, and what its checkpoints take on disk beside its blocks."""
     model = str(tiny_model(directory / family, family, layers=8, config={"max_position_embeddings": 2 * length}))
     rng = random.Random(length)
     first = [rng.randrange(3, 290) for _ in range(length - 100)]
@@ -104,12 +104,18 @@ def second_turn(family: str, length: int, directory: Path) -> dict[str, object]:
     sizes = {True: 0, False: 0}
     for path in Path(disk["kv_disk"]).glob("*/*.kv"):
         sizes[is_checkpoint(bytes.fromhex(path.name.partition(".")[0]))] += path.stat().st_size
+    pauses = []
+    for given in ({}, disk):
+        with LLM(model, pipeline_parallel_size=2, **given) as llm:
+            first_token(llm, second)
+            pauses.append(pause(llm, second))
     return {
         "family": family,
         "tokens": length,
         "computed_s": computed,
         "in_memory": in_memory / computed,
         "restarted": restarted / computed,
+        "pause": pauses[1] / pauses[0],
         "disk": 1 + sizes[True] / sizes[False],
     }
 
