@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -130,10 +131,11 @@ def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> No
     faults: dict[tuple[str, str], list[Finding]] = {}
     for line in shown:
         if line.remedy and line.verdict in ("warn", "fail"):
-            faults.setdefault((line.check, line.remedy), []).append(line)
+            faults.setdefault((line.check, re.sub(r"^on \S+: ", "", line.remedy)), []).append(line)
     for (check, remedy), alike in faults.items():
         where, found = ", ".join(line.where for line in alike), "; ".join(dict.fromkeys(line.detail for line in alike))
         console.print(f"{check}{f' ({where})' if where else ''}: {found}", markup=False)
+        remedy = alike[0].remedy if len({line.remedy for line in alike}) == 1 else f"on each: {remedy}"
         command = remedy.replace("   (", "\n    (", 1)  # on a line of its own, it runs as it is printed
         console.print(f"    {command}", markup=False, style="bold", soft_wrap=True)
     failed, warned = (sum(line.verdict == verdict for line in lines) for verdict in ("fail", "warn"))

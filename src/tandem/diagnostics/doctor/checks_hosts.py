@@ -91,7 +91,7 @@ def clock(evidence: Evidence, findings: Findings) -> str:
             remedy = "sudo sntp -sS time.apple.com" if name in evidence.macs else "sudo timedatectl set-ntp true"
             problem = f"{abs(reading.ahead):.1f} s {'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}"
             findings.add("fail" if off > CLOCK_FAIL_S else "warn", name, problem, evidence.on(name, remedy))
-    return f"within {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
+    return f"the same to {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
 
 
 def ports(evidence: Evidence, findings: Findings) -> str:

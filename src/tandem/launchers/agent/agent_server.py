@@ -38,7 +38,7 @@ PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.diagnostics.doctor.probe"}
 """Programs that a head may start: name -> arguments after `python -m`."""
 PURPOSES = {"rank-host": "a part of a model", "probe": "a check of the doctor"}
 """Descriptions of `PROGRAMS` for people."""
-PART_ENDED = re.compile(rb"the part of the model here \(process \d+\) [^\"\n]+")
+PART_ENDED = re.compile(rb"the part of the model here \(process \d+\) (?!exited with code 0)[^\"\n]+")
 """Line of a node agent whose rank process has ended by itself; its own output goes to the head alone."""
 PORT = 29640
 """Default port for sessions; pairing uses the next port."""
@@ -294,7 +294,7 @@ class Agent:
             return False
         del self._sessions[identity]
         self._commands.post(identity, messages.Ended(code, session.reason or ""))
-        why = session.reason or ("it was killed; the other machine starts it anew" if code < 0 else f"exit code {code}")
+        why = session.reason or (f"killed or failed (code {code}); the other machine shows what follows" if code else "done")
         log.info("process %d, which ran here for a paired machine, has ended: %s", session.pid, why)
         return True
 
