@@ -251,11 +251,9 @@ class Agent:
                 session = self._sessions[identity] = AgentSession(owner, program, pass_on)
             except OSError as error:
                 reason = f"{message.program} cannot be started: {error.strerror}"
-        if reason:
-            self._commands.post(identity, messages.Ended(255, reason))
-            return
-        log.info("a paired machine runs %s here (process %d)", PURPOSES.get(message.program, message.program), session.pid)
-        self._commands.post(identity, messages.Beat())
+        if not reason:
+            log.info("a paired machine runs %s here (process %d)", PURPOSES.get(message.program, message.program), session.pid)
+        self._commands.post(identity, messages.Ended(255, reason) if reason else messages.Beat())
 
     def _pair(self, identity: bytes, request: messages.PairRequest) -> None:
         if isinstance(request, messages.PairHello) and not NAME.fullmatch(request.name):
