@@ -6,7 +6,8 @@ import re
 
 JARGON = re.compile(
     r"(?<![\w-])(ranks?|rank-host|stages?|KV|GGUF|LoRA|wired|ring|probe|prefill|micro-batch\w*|shard\w*|self-check|pipeline|"
-    r"(?:--)?layer-split|-pp|(?:--)?tensor-\w+|all_sum|all-reduces?|jaccl|fences?|repl(?:ica)?s?|pace)(?![\w-])|default: |"
+    r"(?:--)?layer-split|-pp|(?:--)?tensor-\w+|all_sum|all-reduces?|jaccl|fences?|repl(?:ica)?s?|pace|"
+    r"peak|headroom|tickets?|subnets?|accelerators|ms/step|workers?)(?![\w-])|default: |"
     r"\b[pdt]p=|(?<!-)\b[pdt]p \d",
     re.IGNORECASE,
 )

@@ -122,7 +122,7 @@ def test_top_shows_the_server(url: str, words: str) -> None:
     assert ranks == [("0", "1 of 2", "0-1"), ("1", "2 of 2", "2-3")]
 
 
-@pytest.mark.parametrize(("command", "sign"), [("top", b"healthy"), ("status", b"pid")])
+@pytest.mark.parametrize(("command", "sign"), [("top", b"healthy"), ("status", b"process")])
 def test_top_and_status_watch_until_they_are_interrupted(url: str, command: str, sign: bytes) -> None:
     master, slave = pty.openpty()
     named = ["--base-url", url] if command == "top" else ["--url", url, "--watch"]

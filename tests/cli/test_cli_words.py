@@ -6,6 +6,7 @@ import argparse
 import os
 import pkgutil
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,8 @@ def test_the_commands_are_listed_in_groups_a_line_each(capsys):
 def test_what_doctor_status_and_plan_print_needs_no_glossary(capsys):
     evidence = pair(backend="ring", own_port=8000)
     print_doctor(evidence, findings(evidence), verbose=False)
+    elsewhere = replace(evidence, hosts=[replace(host, address=f"10.0.0.{n}") for n, host in enumerate(evidence.hosts)])
+    print_doctor(elsewhere, findings(elsewhere), verbose=False)
     ranks = [RankInfo(n, n, (4 * n, 4 * n + 4), 7, f"mac-{n}", 9, 9, 0.1, slowdown=4.0) for n in range(2)]
     status = structs.replace(STATUS, ranks=ranks, stages=2, detail="loads")
     event = Event(number=1, at=0.0, kind="rank_lost", level="error", text="a Mac is away", remedy="wait", replica=0)
@@ -101,7 +104,16 @@ def test_what_doctor_status_and_plan_print_needs_no_glossary(capsys):
     hosts = ["--hosts", "a=128GB:m4-max", "b=64GB:m4-pro", "c=64GB:m4-pro", "d=64GB:m4-pro"]
     assert main(["plan", "Qwen3-32B", "--quant", "8bit", "--streams", "4", "--all", *hosts]) == 0
     shown = capsys.readouterr().out
-    for words in ("sums over 2 machines are right", "GPU waits", "server: ready", "2 of 2", "4.0 x slower", "(-tp 2 -pp 2: "):
+    assert shown.count("networksetup -setmanual") == 1 and "thunderbolt (a, b): 10.0.0.0 is not" in shown
+    for words in (
+        "2 warning(s), no fault: serving works",
+        "sums over 2 machines are right",
+        "GPU setting",
+        "server: ready",
+        "2 of 2",
+        "4.0 x slower",
+        "(-tp 2 -pp 2: ",
+    ):
         assert words in shown
     views = "\n".join(line for line in shown.splitlines() if not line.startswith("tandem "))  # commands have the flags' words
     assert "\n".join(line for line in views.splitlines() if jargon(re.sub(r"-[pdt]p( \d|,)", "", line))) == ""
@@ -273,7 +285,7 @@ def test_an_agent_shows_new_codes_for_some_time_and_says_so(capsys):
     said = capsys.readouterr().out
     codes = re.findall(r"^code (\d{3} \d{3}): type", said, re.MULTILINE)
     assert len(codes) == agent.MOST_CODES and said.count("5 minutes have passed; here is a new one:") == len(codes) - 1
-    assert "The code is over; for a new one end this (Ctrl-C)" in said.splitlines()[-1]
+    assert "The code is no longer good; for a new one end this (Ctrl-C)" in said.splitlines()[-1]
     assert not machine.pairing.is_open and shown == [] and agent._ends(machine, shown, [15])
     assert jargon(said) == jargon(" ".join(PURPOSES.values())) == set() and set(PURPOSES) == set(PROGRAMS)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from tandem.launchers.agent import agent_server as module
 from tandem.launchers.agent.agent_server import UNPAIRED, Agent
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import Identity, Peer, Trust
+from tandem.launchers.node_agent import NodeAgent
 from tandem.protocol.agent_messages import (
     Beat,
     Data,
@@ -131,6 +133,17 @@ def test_a_program_that_does_not_read_holds_up_nobody_and_is_ended(machine: Mach
     echo(other, "and here")
     assert deaf.hear() == Ended(-9, "it does not read what it is sent")
     echo(other, "always")
+
+
+def test_the_agents_terminal_says_that_a_part_has_ended(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    process = SimpleNamespace(pid=7, poll=lambda: -9, describe_exit=lambda: "was ended by SIGKILL")
+    node_agent = SimpleNamespace(_rank=SimpleNamespace(number=1, process=process), _end_rank=lambda: None)
+    NodeAgent._report_exit(node_agent, SimpleNamespace(send=lambda message: None))  # type: ignore[arg-type]
+    echo(machine.head("a").open("echo"), caplog.messages[-1])
+    assert (
+        "the part of the model here (process 7) was ended by SIGKILL; the machine that serves starts it anew" in caplog.messages
+    )
 
 
 def test_programs_that_do_not_end_hold_up_nobody(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

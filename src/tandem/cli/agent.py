@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import socket
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +20,6 @@ from tandem.launchers.agent.trust import Trust, checked_name
 from tandem.launchers.hostfile import is_ipv4
 from tandem.log import set_up
 from tandem.version import __version__
-
-log = logging.getLogger("tandem.cli")
 
 MOST_CODES = 6
 """Limit of the codes that are shown one after another; a forgotten agent then admits nobody."""
@@ -48,9 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     try:
-        announced: AbstractContextManager[object] = nullcontext()
-        if not arguments.no_announce:
-            announced = _announcement(agent, arguments.host)
+        quiet = arguments.no_announce
+        announced: AbstractContextManager[object] = nullcontext() if quiet else _announcement(agent, arguments.host)
         with announced:
             shown = _say(agent, trust, pair=arguments.pair)
             if arguments.page is not None:
@@ -67,11 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> list[str]:
     """Print the ports and the paired heads, and a pairing code if no head is paired yet. Return the codes shown."""
-    paired = trust.peers()
-    say(
-        f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
-        f"{', '.join(paired) or 'nobody'}"
-    )
+    names = ", ".join(paired := trust.peers()) or "nobody"
+    say(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: {names}")
     return [_show_code(agent)] if pair or not paired else []
 
 
@@ -91,10 +84,10 @@ def _ends(agent: Agent, shown: list[str], signals: list[int]) -> bool:
     if not shown or not agent.pairing.is_over:
         return bool(signals)
     if agent.pairing.attempts_left == ATTEMPTS and len(shown) < MOST_CODES:
-        say(f"The code is over, since {LIFE_S / 60:.0f} minutes have passed; here is a new one:")
+        say(f"The code is no longer good, since {LIFE_S / 60:.0f} minutes have passed; here is a new one:")
         shown.append(_show_code(agent))
     else:
-        say("The code is over; for a new one end this (Ctrl-C), and run `tandem agent --pair`")
+        say("The code is no longer good; for a new one end this (Ctrl-C), and run `tandem agent --pair`")
         shown.clear()
     return False
 

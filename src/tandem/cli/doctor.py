@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import starmap
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,7 +29,7 @@ from tandem.planner.layouts import parse_layout
 from tandem.supervision.control_socket import control_path
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
-_PLAIN = {"all_sum": "sums", "fences": "GPU waits"}
+_PLAIN = {"accelerators": "M5 chip", "all_sum": "sums", "fences": "GPU setting", "ssh": "answers", "subnets": "addresses"}
 """Names of checks in the table, where they differ from those of --verbose and --json."""
 _MOST_PORTS = 1000
 
@@ -121,24 +123,24 @@ def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> No
     for line in shown:
         table.add_row(line.check, f"[{_STYLES[line.verdict]}]{line.verdict}", escape(line.where), escape(line.detail))
     console.print(table)
-    for mac in _macs(evidence):
+    for mac in starmap(described, evidence.macs.items()):
         text = "{host}: {chip}, macOS {macos} ({build}), ports: {ports}, cables: {cables}".format(**mac)
         console.print(text + (f", fence: {mac['fence']}" if verbose else ""), markup=False)
     if skipped:
         console.print(f"{len(skipped)} more checks do not apply here (--verbose says why).", markup=False, style="dim")
+    faults: dict[tuple[str, str], list[Finding]] = {}
     for line in shown:
         if line.remedy and line.verdict in ("warn", "fail"):
-            console.print(f"{line.check}{f' ({line.where})' if line.where else ''}: {line.detail}", markup=False)
-            command, _, note = line.remedy.partition("   (")  # on a line of its own, the command runs as it is printed
-            console.print(f"    {command}", markup=False, style="bold", soft_wrap=True)
-            if note:
-                console.print(f"    ({note}", markup=False, soft_wrap=True)
-    failed = sum(line.verdict == "fail" for line in lines)
-    console.print(f"{failed} check(s) failed." if failed else "Nothing is wrong.")
-
-
-def _macs(evidence: Evidence) -> list[dict[str, str]]:
-    return [described(name, facts) for name, facts in evidence.macs.items()]
+            faults.setdefault((line.check, re.sub(r"^on \S+: ", "", line.remedy)), []).append(line)
+    for (check, remedy), alike in faults.items():
+        where, found = ", ".join(line.where for line in alike), "; ".join(dict.fromkeys(line.detail for line in alike))
+        console.print(f"{check}{f' ({where})' if where else ''}: {found}", markup=False)
+        remedy = alike[0].remedy if len({line.remedy for line in alike}) == 1 else f"on each: {remedy}"
+        command = remedy.replace("   (", "\n    (", 1)  # on a line of its own, it runs as it is printed
+        console.print(f"    {command}", markup=False, style="bold", soft_wrap=True)
+    failed, warned = (sum(line.verdict == verdict for line in lines) for verdict in ("fail", "warn"))
+    well = f"{warned} warning(s), no fault: serving works in spite of them." if warned else "Nothing is wrong."
+    console.print(f"{failed} check(s) failed." if failed else well)
 
 
 def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
@@ -149,7 +151,7 @@ def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
     return {
         "ok": not any(line.verdict == "fail" for line in lines),
         "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
-        "macs": _macs(evidence),
+        "macs": list(starmap(described, evidence.macs.items())),
         "findings": [asdict(line) for line in lines],
         "links": links,
         "all_sum": {name: {"error": times.error, "latency_s": times.latency_s} for name, times in evidence.collected.items()},

@@ -102,7 +102,7 @@ COMMANDS = {
             Later("hosts.command:run"),
         ),
         "agent": Command(
-            "Run the worker agent: heads that this machine is paired with may start ranks here.",
+            "Let machines that this one is paired with run their parts of a model here, until Ctrl-C.",
             machines.add_agent,
             Later("agent:run"),
         ),

@@ -31,6 +31,7 @@ NEWS_S = 0.6
 _SHOWN_EVENTS = 8
 _WIDTH = 140
 """Columns if the output is no terminal."""
+_UNITS = "model, tokens, highest: memory for its part, for conversations, and the most so far; a token is about a word"
 
 
 @dataclass
@@ -243,7 +244,8 @@ def _picture(look: Look) -> Group:
     if replicas := view["replicas"]:
         ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
-        parts += [Text(f"rank {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
+        parts += [Text(_UNITS, "dim")] if ranks else []
+        parts += [Text(f"no. {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
     named = {replica["replica"]: f"replica {replica['replica']}: " if len(replicas) > 1 else "" for replica in replicas}
     parts += [Text(f"{named[replica['replica']]}{replica['detail']}") for replica in replicas if replica["detail"]]
     parts += [Text(line, "yellow") for line in _builds(look)]

@@ -59,7 +59,7 @@ class EngineService:
         """Migrated requests whose KV other replicas may still fetch, with their api."""
         self._handed_at = 0.0
         self._stopping = threading.Event()
-        self._serving = False
+        self.serving = False
         self._deadline: float | None = None
         self._published = 0.0
         self._loading = _Loading(self._publish, self._engine.rank_group.history)
@@ -69,7 +69,7 @@ class EngineService:
 
         Return False if there is nothing to drain: still loading, or already stopping.
         """
-        drain = self._serving and not self._stopping.is_set()
+        drain = self.serving and not self._stopping.is_set()
         self._stopping.set()
         return drain
 
@@ -84,7 +84,7 @@ class EngineService:
                 self._engine.layout.micro_batches,
                 self._engine.status().kv_tokens_total,
             )
-            self._serving = True
+            self.serving = True
             self._publish()
             self._engine.serve(self)
         except EngineStopped:
@@ -202,7 +202,7 @@ class EngineService:
 
     def _publish(self) -> None:
         status = self._engine.status()
-        if not self._serving:
+        if not self.serving:
             status = msgspec.structs.replace(status, loading=list(self._loading.ranks.values()))
         self._ipc_server.status = status
         self._published = time.monotonic()
@@ -265,5 +265,5 @@ def run_engine(
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("Stopped at once: requests under way, if any, are lost")
+        log.info("Stopped at once%s", ": requests under way, if any, are lost" if service.serving else "")
         return 128 + signal.SIGTERM

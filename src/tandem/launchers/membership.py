@@ -253,7 +253,7 @@ class Membership:
                     self._strike(earlier, "has joined anew")
                 facts = join.facts
                 if (reason := self._objection(join)) is not None:
-                    seldom.warning("refused %s (%s): %s; it may join when that is mended", facts.name, facts.address, reason)
+                    seldom.warning("%s (%s) cannot join yet: %s; it joins once that is past", facts.name, facts.address, reason)
                     self._refusals[join.slot] = reason
                     self._end.post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
@@ -273,7 +273,7 @@ class Membership:
         if different := [f"{name} {theirs[name]} (here {own[name]})" for name in own if theirs[name] != own[name]]:
             return f"{facts.name} has {', '.join(different)}; install the same versions on all machines (`tandem hosts sync`)"
         if self._needs_tickets and (join.slot is None or self._tickets.get(join.slot) != join.ticket):
-            return "its ticket is not valid, or has been used"
+            return "it is back with a process of before, and a new one is started there in its place"
         if join.slot is None:
             return None
         self._tickets.pop(join.slot, None)

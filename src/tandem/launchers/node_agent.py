@@ -245,6 +245,7 @@ class NodeAgent:
         rank = self._rank
         if rank is None or (code := rank.process.poll()) is None:
             return
+        log.info("the part of the model here (process %d) %s", rank.process.pid, rank.process.describe_exit())
         self._end_rank()
         link.send(hosts.RankExited(rank.number, code, rank.process.describe_exit()))
 

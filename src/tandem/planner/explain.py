@@ -115,7 +115,7 @@ def _fullest(memory: Sequence[MachineMemory], machines: Sequence[Machine]) -> st
     states = f" Each checkpoint of a cached prefix takes {gib(full.checkpoint)}." if full.checkpoint else ""
     return (
         f"Fullest machine: {machines[full.machine].name} with {gib(full.needed)} of {gib(full.budget)} "
-        f"(weights {gib(full.weights)}, tokens {gib(full.kv)}, headroom {gib(full.headroom)}).{states}"
+        f"(model {gib(full.weights)}, conversations {gib(full.kv)}, spare {gib(full.headroom)}).{states}"
     )
 
 

@@ -10,6 +10,7 @@ from msgspec import structs
 from mac_evidence import DEVICES, VERSIONS, bad, ifconfig, judged, mac, pair, with_b, with_output
 from tandem.diagnostics.doctor.checks_apple import BRIDGE
 from tandem.diagnostics.doctor.evidence import Clock, Host, Need, PlannedMemory
+from tandem.diagnostics.doctor.examine import findings
 from tandem.diagnostics.doctor.probe_messages import ModelFacts, Transferred
 from tandem.diagnostics.doctor.probe_session import explain
 from tandem.diagnostics.doctor.topology import free_subnets
@@ -231,6 +232,9 @@ def test_repairs_on_the_machine_of_an_agent_are_commands_for_its_own_terminal():
     evidence.clocks = evidence.collected = {}
     evidence.planned = None
     remedies = {one.check: one.remedy for one in bad(evidence)}
+    assert "agents are used; ssh is not needed" in [one.detail for one in findings(evidence) if one.check == "ssh"]
+    evidence.unreachable["agent:b"] = ("no answer", "on b: tandem agent")
+    assert [one.where for one in bad(evidence) if one.check == "ssh"] == ["agent:b"]
     assert not [text for text in remedies.values() if "ssh" in text or "agent:" in text]
     assert remedies["power"] == "on b: sudo pmset -a lowpowermode 0"
     assert "on b: /opt/venv/bin/python3.12 -m pip install" in remedies["versions"]

@@ -11,14 +11,14 @@ from tandem.planner.types import GOALS
 
 def add_agent(agent: Parser) -> None:
     """Add the options of `tandem agent`."""
-    agent.add_argument("--name", help="by which others know this machine; by default its host name.")
+    agent.add_argument("--name", help="name by which other machines know this one; by default its own.")
     agent.add_argument("--host", default="0.0.0.0", metavar="IP", help="address to listen on [all]")
-    agent.add_argument("--port", type=int, default=29640, metavar="N", help="and the next one, for pairing [29640]")
-    agent.add_argument("--pair", action="store_true", help="show a code for one more head.")
-    agent.add_argument("--forget", metavar="HEAD", help="trust a head no longer, and exit.")
+    agent.add_argument("--port", type=int, default=29640, metavar="N", help="port to listen on; the next is for pairing [29640]")
+    agent.add_argument("--pair", action="store_true", help="show a code, so that one more machine can pair with this one.")
+    agent.add_argument("--forget", metavar="NAME", help="let the machine NAME run nothing here any more, and exit.")
     page = "serve a page here that pairs with machines and starts models [29642]"
     agent.add_argument("--page", type=int, nargs="?", const=29642, metavar="PORT", help=page)
-    agent.add_argument("--no-announce", action="store_true", help="do not answer `tandem hosts find`.")
+    agent.add_argument("--no-announce", action="store_true", help="stay out of the list of `tandem hosts find`.")
     add_as_for_serve(agent, "log_format")
 
 

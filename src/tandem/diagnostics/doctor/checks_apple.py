@@ -189,7 +189,7 @@ def accelerators(evidence: Evidence, findings: Findings) -> str:
         elif built and int(built[1]) < ACCELERATED_MACOS[0]:
             again = f"{facts.executable} -m pip install --force-reinstall --no-deps mlx-metal=={facts.versions['mlx']}"
             findings.warn(name, f"its wheel of MLX is for macOS {built[1]}, {lacking}", evidence.on(name, again))
-    return "MLX uses those of every M5" if m5 else "only an M5 has some, and no Mac is one"
+    return "MLX uses all of every M5" if m5 else "no Mac here has one"
 
 
 def fences(evidence: Evidence, findings: Findings) -> str:
@@ -203,7 +203,7 @@ def fences(evidence: Evidence, findings: Findings) -> str:
             look = evidence.on(name, f"grep -n {FAST_FENCE} ~/.zshenv ~/.zprofile ~/.zshrc")
             problem = f"{FAST_FENCE} is set there, {effect}, other programs by it"
             findings.warn(name, problem, f"{look}   (take it out, and `unset` it here)")
-    return "all Macs wait for their GPUs in the same way"
+    return "no Mac has the setting that can lock its GPU up"
 
 
 def _is_on(variables: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ from tandem.diagnostics.doctor.evidence import Evidence, Findings
 from tandem.diagnostics.doctor.parsing import FirewallState, firewalls, interfaces, port_owner
 from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.errors import UsageError
+from tandem.launchers.agent.link import agent_name
 from tandem.launchers.ray.nodes import UNIT, check_addresses
 
 CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 5.0
@@ -44,6 +45,8 @@ def no_ssh(evidence: Evidence) -> str:
     """Return why ssh is not checked; empty if there are other machines to reach by it."""
     if evidence.ray is not None and not evidence.unreachable:
         return "Ray's nodes are reached through Ray"
+    if evidence.several and all(host.name == evidence.here or agent_name(host.name) for host in evidence.hosts):
+        return "" if evidence.unreachable else "agents are used; ssh is not needed"
     return "" if evidence.several else "only this machine is looked at; --hostfile names others"
 
 
@@ -61,11 +64,11 @@ def hostname(evidence: Evidence, findings: Findings) -> str:
         line = f"{evidence.host(name).address or _own_address(facts)} {facts.hostname}"
         if not addresses:
             remedy = evidence.on(name, f"echo '{line}' | sudo tee -a /etc/hosts")
-            findings.warn(name, f"its name {facts.hostname} resolves to nothing", remedy)
+            findings.warn(name, f"its name {facts.hostname} leads to no address", remedy)
         elif addresses[0].is_loopback:
-            problem, remedy = f"its name {facts.hostname} resolves to {addresses[0]}", evidence.on(name, _fix_name(facts, line))
+            problem, remedy = f"its name {facts.hostname} leads to {addresses[0]}", evidence.on(name, _fix_name(facts, line))
             findings.add("warn" if evidence.ray is None else "fail", name, problem, remedy)
-    return "each machine's name resolves to an address that others can use"
+    return "each machine's name leads to an address that others can use"
 
 
 def _own_address(facts: Facts) -> str:
@@ -80,11 +83,6 @@ def _fix_name(facts: Facts, line: str) -> str:
     return f"sudo sed -i -E '/^127\\..*\\b{name}\\b/d' /etc/hosts && echo '{line}' | sudo tee -a /etc/hosts"
 
 
-def single_clock(evidence: Evidence) -> str:
-    """Return why clocks are not compared; empty with several hosts."""
-    return "" if evidence.several else "there is no other clock to compare with"
-
-
 def clock(evidence: Evidence, findings: Findings) -> str:
     """Check that clocks agree, so that logs of several machines can be merged."""
     for name, reading in evidence.clocks.items():
@@ -93,7 +91,7 @@ def clock(evidence: Evidence, findings: Findings) -> str:
             remedy = "sudo sntp -sS time.apple.com" if name in evidence.macs else "sudo timedatectl set-ntp true"
             problem = f"{abs(reading.ahead):.1f} s {'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}"
             findings.add("fail" if off > CLOCK_FAIL_S else "warn", name, problem, evidence.on(name, remedy))
-    return f"within {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
+    return f"the same to {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
 
 
 def ports(evidence: Evidence, findings: Findings) -> str:
@@ -106,7 +104,7 @@ def ports(evidence: Evidence, findings: Findings) -> str:
             look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
             remedy = evidence.on(name, look) + "   (end that, or choose another --port)"
             findings.fail(name, f"port {port} is taken{by}", remedy)
-    return f"Tandem serves at port {evidence.own_port}; others are free" if evidence.own_port else "those asked for are free"
+    return f"Tandem serves at port {evidence.own_port}; others are free" if evidence.own_port else "those of Tandem are free"
 
 
 def firewall(evidence: Evidence, findings: Findings) -> str:
@@ -117,7 +115,7 @@ def firewall(evidence: Evidence, findings: Findings) -> str:
                 _blocking(evidence, name, facts, state, findings)
             elif state.blocks is None:
                 findings.add("skip", name, f"{state.kind}: {state.detail}", evidence.on(name, "sudo nft list ruleset"))
-    return "none drops what comes in"
+    return "none keeps the machines apart"
 
 
 def _blocking(evidence: Evidence, name: str, facts: Facts, state: FirewallState, findings: Findings) -> None:

@@ -30,7 +30,7 @@ def subnets(evidence: Evidence, findings: Findings) -> str:
             remedy = _readdress(evidence.facts[name], interface, str(next(fresh)[1]))
             findings.fail(name, problem, evidence.on(name, remedy))
     _twice(evidence, every, findings)
-    return "each cable has addresses of its own, and the router has others"
+    return "no two networks and no two machines share one"
 
 
 def _real(facts: Facts, local: bool) -> list[Interface]:
@@ -112,7 +112,7 @@ def reachable(evidence: Evidence, findings: Findings) -> str:
             look = evidence.on(source, f"open '{LOCAL_NETWORK_PANE}'" if withheld else f"ping -c 3 {address}")
             then = "" if withheld else f"   (then see firewall of {target})"
             findings.fail(f"{source} -> {target}", f"{address}: {link.error}", look + then)
-    return f"{len(evidence.links)} ways, each tried on a fresh port"
+    return f"each machine connects to each other ({len(evidence.links)} tries)"
 
 
 def _others(evidence: Evidence, target: str, address: str) -> str:
@@ -142,7 +142,7 @@ def speed(evidence: Evidence, findings: Findings) -> str:
 
 
 def _speed(bandwidth: float, latency_s: float) -> str:
-    return f"{bandwidth / 1e6:.0f} MB/s, {latency_s * 1e6:.0f} us one way"
+    return f"{bandwidth / 1e6:.0f} MB/s, {latency_s * 1e3:.2f} ms one way"
 
 
 def no_sum(evidence: Evidence) -> str:

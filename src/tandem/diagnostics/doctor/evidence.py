@@ -192,7 +192,7 @@ class DoctorCheck:
         if seen and not (lacking and len(lacking) == len(evidence.carriers)):
             return Finding(self.name, "ok", "", fine + (f"; not looked at: {', '.join(lacking)}" if lacking else ""))
         if any(name in evidence.facts for name in lacking):
-            reason = "not looked at: what this check reads is not there"
+            reason = "could not be checked: the machine does not tell"
         else:
             reason = f"no machine of the {'hosts file' if evidence.ray is None else 'Ray cluster'} answered"
         return Finding(self.name, "skip", ", ".join(lacking), reason)

@@ -50,9 +50,7 @@ CHECKS = (
         "memory", checks_software.memory, lambda seen: seen.planned.needs if isinstance(seen.planned, PlannedMemory) else ()
     ),
     DoctorCheck("hostname", checks_hosts.hostname, looked.answered, several),
-    DoctorCheck(
-        "clock", checks_hosts.clock, lambda seen: {seen.here, *seen.clocks} if seen.clocks else (), checks_hosts.single_clock
-    ),
+    DoctorCheck("clock", checks_hosts.clock, lambda seen: {seen.here, *seen.clocks} if seen.clocks else (), several),
     # This machine's HTTP port is always tried, ports on other machines only on request.
     DoctorCheck(
         "ports",

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.diagnostics.doctor.probe"}
 """Programs that a head may start: name -> arguments after `python -m`."""
 PURPOSES = {"rank-host": "a part of a model", "probe": "a check of the doctor"}
 """Descriptions of `PROGRAMS` for people."""
+PART_ENDED = re.compile(rb"the part of the model here \(process \d+\) (?!exited with code 0)[^\"\n]+")
+"""Line of a node agent whose rank process has ended by itself; its own output goes to the head alone."""
 PORT = 29640
 """Default port for sessions; pairing uses the next port."""
 MOST_SESSIONS = 64
@@ -240,17 +243,17 @@ class Agent:
 
             def pass_on(data: bytes) -> None:
                 # Each message wakes the serving thread.
+                for ended in PART_ENDED.findall(data):
+                    log.warning("%s; the machine that serves starts it anew", ended.decode())
                 self._commands.post(identity, messages.Data(data) if data else messages.Beat())
 
             try:
                 session = self._sessions[identity] = AgentSession(owner, program, pass_on)
             except OSError as error:
                 reason = f"{message.program} cannot be started: {error.strerror}"
-        if reason:
-            self._commands.post(identity, messages.Ended(255, reason))
-            return
-        log.info("a paired machine runs %s here (process %d)", PURPOSES.get(message.program, message.program), session.pid)
-        self._commands.post(identity, messages.Beat())
+        if not reason:
+            log.info("a paired machine runs %s here (process %d)", PURPOSES.get(message.program, message.program), session.pid)
+        self._commands.post(identity, messages.Ended(255, reason) if reason else messages.Beat())
 
     def _pair(self, identity: bytes, request: messages.PairRequest) -> None:
         if isinstance(request, messages.PairHello) and not NAME.fullmatch(request.name):
@@ -265,7 +268,7 @@ class Agent:
                 self._look_at_keys()
                 log.info("paired with %s: it may run models here", head.name)
         if isinstance(reply, messages.PairRefused):
-            seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again", reply.reason)
+            seldom.warning("a machine could not pair, and was told: %s; nothing has changed here", reply.reason)
         with contextlib.suppress(TransportError):  # the head has disconnected
             self._pairs.send(identity, reply)
 
@@ -289,7 +292,8 @@ class Agent:
             return False
         del self._sessions[identity]
         self._commands.post(identity, messages.Ended(code, session.reason or ""))
-        log.info("process %d has ended with %d%s", session.pid, code, f": {session.reason}" if session.reason else "")
+        why = session.reason or (f"killed or failed (code {code}); the other machine shows what follows" if code else "done")
+        log.info("process %d, which ran here for a paired machine, has ended: %s", session.pid, why)
         return True
 
     def _look_at_keys(self) -> set[str]:
