@@ -42,7 +42,7 @@ def test_a_terminal_shows_live_lines_and_then_what_to_do_and_what_was_lost(model
         terminal.type("\x03")
         assert terminal.ends() == 0
         lost, again, stopping, stopped = [line for line in terminal.text.splitlines() if re.search("ERROR|WARNING|Stopp", line)]
-        assert "was ended by SIGKILL" in lost and "Serving again on" in again
+        assert "was killed (SIGKILL)" in lost and "Serving again on" in again
         assert "requests wait" in " ".join(terminal.text.split())
         assert "have 5 s to end" in stopping and "nothing that the server started runs" in stopped
         assert jargon(terminal.text) == set()

@@ -62,7 +62,7 @@ class Killed(Executor):
 
     def _die(self) -> None:
         self.deaths += 1
-        raise RankFailure("rank 1 was ended by SIGKILL", rank=1, cause="died", blame=bool(self.plans))
+        raise RankFailure("rank 1 was killed (SIGKILL)", rank=1, cause="died", blame=bool(self.plans))
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         self._pass(self.start_s)
@@ -77,7 +77,7 @@ class Killed(Executor):
         self._pass(self.step_s)
         if order.key in self.killers:
             self.deaths += 1
-            raise RankFailure("rank 0 was ended by SIGSEGV", rank=0, cause="died")
+            raise RankFailure("rank 0 crashed (SIGSEGV)", rank=0, cause="died")
         self.encoded.append(PictureEncoded(0, order.key))
 
     def collect(self, timeout_s: float) -> list[Stepped | PictureEncoded]:

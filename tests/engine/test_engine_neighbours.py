@@ -42,7 +42,7 @@ class Disks(Executor):
     def collect(self, timeout_s: float) -> list[Report]:
         if self.failure:
             self.failure = False
-            raise RankFailure("rank 1 was ended by SIGKILL", rank=1, cause="died")
+            raise RankFailure("rank 1 was killed (SIGKILL)", rank=1, cause="died")
         return []
 
     def close(self) -> None:

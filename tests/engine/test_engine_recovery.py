@@ -116,7 +116,7 @@ def finish(engine: Engine) -> list[int]:
 
 
 def die(rank: int = 1) -> RankFailure:
-    return RankFailure(f"rank {rank} was ended by SIGKILL", rank=rank, cause="died")
+    return RankFailure(f"rank {rank} was killed (SIGKILL)", rank=rank, cause="died")
 
 
 def test_what_comes_of_a_step_in_which_a_rank_died_does_not_count(model: Path) -> None:

@@ -137,12 +137,12 @@ def test_a_program_that_does_not_read_holds_up_nobody_and_is_ended(machine: Mach
 
 def test_the_agents_terminal_says_that_a_part_has_ended(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    process = SimpleNamespace(pid=7, poll=lambda: -9, describe_exit=lambda: "was ended by SIGKILL")
+    process = SimpleNamespace(pid=7, poll=lambda: -9, describe_exit=lambda: "was killed (SIGKILL)")
     node_agent = SimpleNamespace(_rank=SimpleNamespace(number=1, process=process), _end_rank=lambda: None)
     NodeAgent._report_exit(node_agent, SimpleNamespace(send=lambda message: None))  # type: ignore[arg-type]
     echo(machine.head("a").open("echo"), caplog.messages[-1])
     assert (
-        "the part of the model here (process 7) was ended by SIGKILL; the machine that serves starts it anew" in caplog.messages
+        "the part of the model here (process 7) was killed (SIGKILL); the machine that serves starts it anew" in caplog.messages
     )
 
 

@@ -56,7 +56,7 @@ def test_the_payload_arrives_and_does_not_show_in_the_arguments(tmp_path: Path, 
         assert child.poll() is None and child.describe_exit() == "is running"
     finally:
         child.kill()
-    assert child.wait(240) and child.describe_exit() == "was ended by SIGKILL"
+    assert child.wait(240) and child.describe_exit() == "was killed (SIGKILL)"
 
 
 def test_a_stopped_child_can_be_killed(tmp_path: Path, module: dict[str, str]) -> None:

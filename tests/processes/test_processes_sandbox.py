@@ -47,7 +47,7 @@ def crash() -> None:
     [
         ("wrong", "ValueError: in many lines"),
         ("missing", "AttributeError: module 'odd_tasks' has no attribute 'missing'"),
-        ("crash", "its process was ended by SIGABRT: last words"),
+        ("crash", "its process crashed (SIGABRT): last words"),
     ],
 )
 def test_a_task_that_runs_once_answers_or_says_why_not(tmp_path, monkeypatch, function, why):

@@ -17,7 +17,7 @@ def test_it_is_bounded_and_numbers_go_on() -> None:
 def test_what_another_one_has_is_taken_once_also_of_a_process_that_counts_anew() -> None:
     kept, engine, replaced = History(), History(), History()
     kept.note("server_ready", "ready")
-    engine.note("rank_lost", "rank 1 was ended by SIGKILL", rank=1, level="error")
+    engine.note("rank_lost", "rank 1 was killed (SIGKILL)", rank=1, level="error")
     kept.take(engine.after(), replica=2, model="m")
     kept.take(engine.after(), replica=2, model="m")
     engine.note("ranks_replaced", "back")

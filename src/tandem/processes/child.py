@@ -17,6 +17,8 @@ from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state
 
 PR_SET_PDEATHSIG = 1
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+"""Signals that a program's own fault brings about."""
 GUARD = """cat >/dev/null; [ "$(ps -o ppid= -p $$ | tr -d ' ')" = "$0" ] && kill -9 "$0" """
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="spawn")
 """Thread that starts all children: on Linux the parent-death signal fires when the thread that started a child ends."""
@@ -86,11 +88,13 @@ class ChildProcess:
         return self.poll() is None and process_state(self.pid) in ("T", "t")
 
     def describe_exit(self) -> str:
-        """Return a phrase such as `exited with code 1` or `was ended by SIGKILL`."""
+        """Return a phrase such as `exited with code 1` or `was killed (SIGKILL)`."""
         code = self._process.returncode
         if code is None:
             return "is running"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"{'crashed' if -code in CRASHES else 'was killed'} ({signal.Signals(-code).name})"
 
     def terminate(self) -> None:
         """Send SIGTERM."""

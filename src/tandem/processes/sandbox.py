@@ -103,7 +103,7 @@ class SandboxEnded(Struct):
     over_limits: bool
     """True if the task caused the end by exceeding its limits."""
     how: str
-    """Verb phrase such as `was ended by SIGXCPU`; empty if `Sandbox.end` was called."""
+    """Verb phrase such as `was killed (SIGXCPU)`; empty if `Sandbox.end` was called."""
 
     @property
     def why(self) -> str:

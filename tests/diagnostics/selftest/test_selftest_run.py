@@ -47,7 +47,7 @@ def test_a_check_that_hangs_or_dies_has_an_outcome_and_the_next_goes_on(tmp_path
     found, _ = directed(tmp_path, journal(tmp_path), checks, monkeypatch)
     assert [one.verdict for one in found] == ["no answer", "no answer", "ok"]
     assert found[0].detail == "it did not come back within 6 s: still waiting"
-    assert found[1].detail == "its process was ended by SIGABRT: libc++abi: terminating"
+    assert found[1].detail == "its process crashed (SIGABRT): libc++abi: terminating"
     assert found[2].figures == {"seen": "fine"}
 
 

@@ -73,14 +73,14 @@ def test_a_dead_rank_is_red_and_a_slow_one_is_marked(page: Window, engine: Any) 
     history.note("replica_ready", "my-model can be used on 3 rank(s); loading took 21 s")
     history.note(
         "rank_lost",
-        "rank 1 (pid 4711) was ended by SIGKILL; all ranks are replaced",
+        "rank 1 (pid 4711) was killed (SIGKILL); all ranks are replaced",
         level="error",
         rank=1,
         remedy="Nothing to do if it stays at this once.",
     )
     engine.set_status(
         state="recovering",
-        detail="replacing the ranks after: rank 1 was ended by SIGKILL",
+        detail="replacing the ranks after: rank 1 was killed (SIGKILL)",
         num_layers=36,
         stages=3,
         events=history.after(),
@@ -103,7 +103,7 @@ def test_a_dead_rank_is_red_and_a_slow_one_is_marked(page: Window, engine: Any) 
     page.click("#theme")
     page.picture("page-cluster-dark")
     page.click("#theme")
-    assert "ended by SIGKILL" in page.text("#detail") and page.text("#state") == "recovering"
+    assert "killed (SIGKILL)" in page.text("#detail") and page.text("#state") == "recovering"
     engine.set_status(
         state="ready",
         detail="",
@@ -118,7 +118,7 @@ def test_what_happened_is_listed_with_reason_and_remedy(page: Window, engine: An
     history = History()
     history.note(
         "rank_lost",
-        "rank 1 was ended by SIGKILL <img src=x>; all ranks are replaced",
+        "rank 1 was killed (SIGKILL) <img src=x>; all ranks are replaced",
         level="error",
         rank=1,
         remedy="Nothing to do if it stays at this once.",

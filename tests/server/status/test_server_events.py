@@ -18,7 +18,7 @@ def history() -> History:
     made = History()
     made.note(
         "rank_lost",
-        "rank 1 was ended by SIGKILL; all ranks are replaced",
+        "rank 1 was killed (SIGKILL); all ranks are replaced",
         level="error",
         rank=1,
         remedy="Nothing to do if it stays at this once.",

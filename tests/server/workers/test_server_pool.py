@@ -159,7 +159,7 @@ def test_a_process_that_somebody_kills_is_no_fault_of_the_request(odd, caplog):
         assert await workers.ask("a", *GOOD, type(None)) is None, "one that died idle is replaced unseen"
 
     run(work)
-    assert "a worker process was ended by SIGKILL" in caplog.text
+    assert "a worker process was killed (SIGKILL)" in caplog.text
 
 
 @pytest.mark.parametrize(("how", "name"), [("mistake", "KeyError"), ("panic", "PanicException")])
