@@ -64,7 +64,7 @@ def test_what_is_typed_while_an_answer_comes_does_not_show_and_an_error_of_the_a
 
 
 def test_a_conversation_is_saved_and_loaded(talk, tmp_path):
-    talk.command("/system Be short.")
+    talk.command("/set system Be short.")  # as in Ollama
     talk.ask("hello")
     talk.said.append({"role": "assistant", "content": "hi"})
     assert talk.command(f"/save {tmp_path / 'one.json'}") == f"2 messages are in {tmp_path / 'one.json'}"
@@ -77,7 +77,7 @@ def test_a_conversation_is_saved_and_loaded(talk, tmp_path):
 
 def test_sampling_parameters_are_set_and_checked(talk):
     assert talk.command("/set temperature 0.5") == "temperature is 0.5"
-    talk.command("/set top_k=7")
+    talk.command("/set parameter top_k 7")  # as in Ollama
     assert talk.params == {"temperature": 0.5, "top_k": 7}
     assert "top_k 7" in talk.command("/set")
     talk.command("/set top_k default")

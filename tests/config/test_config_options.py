@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.options import by_name, field_docs, options
+from tandem.config.foreign import REMEDIES, remedy
+from tandem.config.options import ALIASES, by_name, field_docs, options
 from tandem.errors import ConfigError
 
 
@@ -87,3 +89,12 @@ class Undocumented:
 def test_a_field_without_docstring_is_an_error():
     with pytest.raises(TypeError, match="here"):
         field_docs(Undocumented)
+
+
+def test_remedies_of_foreign_flags_name_flags_that_exist():
+    known = {flag for option in options() for flag in (option.flag, *ALIASES.get(option.name, ()))} | {"--quant"}
+    foreign = {word: told for word, told in REMEDIES.items() if word.startswith("-")}
+    assert foreign.keys().isdisjoint(known - {"--quant"})
+    named = {flag for told in foreign.values() for flag in re.findall(r"use (--\S+)", told)}
+    assert {flag.replace("--no-", "--", 1) for flag in named} <= known
+    assert remedy("--port") == ""

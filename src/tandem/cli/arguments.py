@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from tandem.config.foreign import remedy
 from tandem.config.legacy import hub_cache, read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, RENAMED, Option, by_name, field_docs, nearest, options, section_class
@@ -84,13 +85,15 @@ class Parser(argparse.ArgumentParser):
             namespace.prompt = unknown.pop()  # argparse takes no optional argument that comes after options
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            near = _nearest(flags[0], self._option_string_actions) if flags else None
-            self.error(f"unrecognized arguments: {' '.join(flags or unknown)}{f'; did you mean {near}?' if near else ''}")
+            told = "".join(remedy(flag) for flag in flags if self.seldom)
+            if flags and not told and (near := _nearest(flags[0], self._option_string_actions)):
+                told = f"; did you mean {near}?"
+            self.error(f"unrecognized arguments: {' '.join(flags or unknown)}{told}")
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            meant = nearest(str(value), action.choices)
+            meant = (action.dest == "command" and remedy(str(value))) or nearest(str(value), action.choices)
             raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{meant}")
         super()._check_value(action, value)
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = b"x-tandem-ignored-fields"
 """Response header that lists request fields without effect."""
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"}) | page.PATHS
 """Paths that need no API key; /health returns less without one."""
 POLLED_PATHS = frozenset({"/metrics", "/v1/status", "/v1/events"})
 """Further paths that are asked again and again: they have a line in the log only when they fail."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -98,10 +99,10 @@ class ServerClient:
             raise UsageError(f"{self.url}{path} answers with status {error.code}{hint}", param="base_url") from None
         except (OSError, ValueError) as error:
             cause = getattr(error, "reason", error)
+            unknown = isinstance(cause, ssl.SSLCertVerificationError)
+            hint = "set SSL_CERT_FILE to its certificate" if unknown else "is the server up, is --url right?"
             cause = getattr(cause, "strerror", None) or cause
-            raise UsageError(
-                f"{self.url} cannot be reached: {cause}; is the server up, is --url right?", param="base_url"
-            ) from None
+            raise UsageError(f"{self.url} cannot be reached: {cause}; {hint}", param="base_url") from None
 
 
 def _event(data: bytes, where: str) -> JsonObject:

@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from system_packages import require
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UsageError
 from tandem.server.connections import tls
 from tandem.server.connections.tls import Certificate
+from tandem.system.http_client import ServerClient
 
 
 def make_certificate(folder, name, *, password=None):
@@ -84,6 +85,8 @@ def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(
         base_url=server.url.replace("http:", "https:"), verify=ssl.create_default_context(cafile=cert), trust_env=False
     ) as client:
         wait_until(lambda: client.get("/health/ready").status_code == 200)
+        with pytest.raises(UsageError, match="set SSL_CERT_FILE to its certificate"):
+            ServerClient(server.url.replace("http:", "https:")).get("/health")
         headers = {"Origin": server.url.replace("http:", "https:")}
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers)
         assert answer.status_code == 200

@@ -462,6 +462,10 @@ def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, script
     assert "Write a list" in page.text("#tools-told")
     page.picture("page-settings")
     page.click("#settings [value='done']")
+    assert page.shown("#tools-told"), "the dialog stays open with what is wrong"
+    page.find("#tools").send_keys("\ue003\ue003")  # Backspace
+    page.click("#settings [value='done']")
+    assert not page.shown("#settings")
     page.find("#attach-file").send_keys(f"{tmp_path / 'notes.txt'}\n{tmp_path / 'paper.pdf'}")
     page.until(lambda: "save it as text first" in page.text("#attach-told"), "a PDF says what to do")
     assert page.texts("#attached .file button") == [""] and "notes.txt" in page.text("#attached")

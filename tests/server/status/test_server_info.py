@@ -50,10 +50,11 @@ def test_wrong_keys(locked, headers, caplog):
         assert response.status_code == 401
         assert response.json()["error"]["type"] == "authentication_error"
         assert response.json()["error"]["code"] == "invalid_api_key"
-    for path in ("/metrics", "/v1/status", "/", "/nope", "/model/info"):
+    for path in ("/metrics", "/v1/status", "/", "/nope", "/model/info", "/version"):
         assert locked.http.get(path, headers=headers).status_code == 401
     assert locked.http.get("/health/live").status_code == 200
-    assert locked.http.get("/health/ready").status_code == 200
+    for path in ("/health/ready", "/ping", "/ui/"):
+        assert locked.http.get(path).status_code == 200
     assert locked.http.get("/health").json() == {"status": "healthy"}
     assert "wrong" not in caplog.text
 
@@ -88,7 +89,8 @@ def test_service_and_health(server):
     assert {"name", "version", "endpoints"} <= body.keys()
     assert {"health", "model_info", "chat"} <= body["endpoints"].keys()
     assert server.http.get("/health/live").json() == {"status": "alive"}
-    assert server.http.get("/health/ready").json() == {"status": "ready"}
+    assert server.http.get("/health/ready").json() == server.http.post("/ping").json() == {"status": "ready"}
+    assert server.http.get("/version").json() == {"version": body["version"]}
     body = server.http.get("/health").json()
     assert body["status"] == "healthy"
     assert body["api"] == "ready"

@@ -87,7 +87,7 @@ class Conversation:
 
     def command(self, line: str) -> str:
         """Run a slash command and return the text to show. Raises UsageError, and Quit for `/exit`."""
-        name, _, rest = line.partition(" ")
+        name, _, rest = line.replace("/set system", "/system", 1).replace("/set parameter", "/set", 1).partition(" ")
         name, rest = _ALSO.get(name, name), rest.strip()
         known = {usage.split()[0]: usage for usage in COMMANDS}
         if name not in known:

@@ -90,11 +90,18 @@ async def live() -> Response:
 _DOWN: dict[int | str, dict[str, object]] = {503: {"description": "The same, while no request can be answered."}}
 
 
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # vLLM's, for load balancers
 @router.get("/health/ready", responses=_DOWN)
 async def ready(http: Request) -> Response:
     """Return 200 if a request would be served now, or once its model is loaded; else 503. Needs no API key."""
     api = get_api(http)
     return json_response({"status": "ready"}) if api.ready() else json_response({"status": _health(api)}, 503)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Return the version of Tandem."""
+    return json_response({"version": __version__})
 
 
 @router.get("/health", responses=_DOWN)

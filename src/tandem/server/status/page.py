@@ -15,7 +15,7 @@ router = APIRouter(include_in_schema=False)
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {file.name: file for file in (Path(__file__).parents[1] / "ui").rglob("*") if file.suffix in _TYPES}
 """Files of the page, by name; ui/vendored/VENDORED.md lists third-party ones."""
-PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
+PATHS = frozenset({"/ui", "/ui/", *(f"/ui/{name}" for name in FILES)})
 """Paths of the page. They need no API key: the page prompts for it and gets all data from the API."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -33,6 +33,7 @@ def prefers_page(accept: str) -> bool:
 
 
 @router.get("/ui")
+@router.get("/ui/")
 async def page() -> Response:
     """Return the page's HTML."""
     return file_response("index.html")

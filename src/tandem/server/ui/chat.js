@@ -17,7 +17,7 @@ const EXAMPLES = [
   ["Explain", "Explain in three sentences how a large language model writes text."],
   ["Code", "Write a Python function that tells whether a text is a palindrome, with a short test."],
   ["Plan", "Plan a weekend in a city by the sea, as a table with times."],
-  ["Mend", "Make this sentence simpler: The utilisation of said apparatus is not recommended."],
+  ["Rewrite", "Make this sentence simpler: The utilisation of said apparatus is not recommended."],
 ];
 const NEAR_END = 60;
 let talk = talks.newTalk();

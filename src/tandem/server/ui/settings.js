@@ -92,9 +92,10 @@ function checkTools() {
   try {
     tools();
   } catch (error) {
-    wrong = `Tools: ${error.message}. Write a list, as in [{"name": "weather", "parameters": {"type": "object"}}]; until then none is sent.`;
+    wrong = `Tools: ${error.message}. Write a list, as in [{"name": "weather", "parameters": {"type": "object"}}].`;
   }
   byId("tools-told").textContent = wrong;
+  byId("tools").setCustomValidity(wrong);  // keeps the dialog open
   byId("tools").setAttribute("aria-invalid", Boolean(wrong));
 }
 

@@ -1,0 +1,27 @@
+"""Commands and flags of vLLM, SGLang, llama.cpp and Ollama that `tandem` does not take, with what it has instead."""
+
+from __future__ import annotations
+
+_FLAGS = """--tool-call-parser=--tool-parser --max-num-batched-tokens=--prefill-chunk --chunked-prefill-size=--prefill-chunk
+--kv-cache-dtype=--kv-dtype --cache-type-k=--kv-dtype --quantization=--quant --ctx-size=--max-context -c=--max-context
+--context-length=--max-context --max-running-requests=--max-batch-size --download-dir=HF_HOME
+--disable-log-requests=--no-log-requests --disable-uvicorn-access-log=--no-log-requests --seed=--override-generation-config
+--distributed-executor-backend=--launcher --allowed-origins=--cors-origin --no-enable-prefix-caching=--prefix-cache"""
+_NO_FLAG = """--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --async-scheduling --continuous-batching
+--enable-request-id-headers --enable-prompt-tokens-details --cont-batching --jinja --flash-attn -fa -ngl --n-gpu-layers --task
+--enforce-eager --swap-space --block-size --disable-log-stats --load-format --guided-decoding-backend --runner --max-logprobs
+--tokenizer --mlock --threads"""
+REMEDIES = {
+    **{there: f"{there}: use {here} here" for there, here in (pair.split("=") for pair in _FLAGS.split())},
+    **{there: f"{there}: not needed here, leave it out" for there in _NO_FLAG.split()},
+    **dict.fromkeys(("convert", "quantize", "quantise"), "use `tandem model convert MODEL --quant 4bit`"),
+    **dict.fromkeys(("create", "cp", "push"), "there are no Modelfiles: `tandem serve` takes --chat-template and the like"),
+    "stop": "`tandem down` ends a server, `tandem model unload` a model",
+    "ls": "use `tandem list`",
+}
+"""What to use in place of each foreign word."""
+
+
+def remedy(word: str) -> str:
+    """Return `; ` and what to use in place of a foreign command or flag, or an empty string for any other word."""
+    return f"; {REMEDIES[word]}" if word in REMEDIES else ""
