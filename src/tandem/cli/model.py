@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -14,16 +15,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from tandem.checkpoints import catalogue
-from tandem.checkpoints.demo import fetch_demo
+from tandem.checkpoints.demo import DEMO_BYTES, fetch_demo
+from tandem.checkpoints.files import Progress as Report
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.quantize import quantized
 from tandem.checkpoints.resolve import resolve
-from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
+from tandem.checkpoints.stored import DEMO, find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import find_server
 from tandem.cli.screen import models_table, screen, size
 from tandem.config.loading import build
 from tandem.config.validation import validate
 from tandem.errors import ConfigError
+from tandem.json_types import JsonObject
 from tandem.models.description import describe
 from tandem.planner.hosts import room
 
@@ -51,23 +54,30 @@ def run(arguments: argparse.Namespace) -> int:
         print(resolve(arguments.name).path)
         return 0
     revision, quant = getattr(arguments, "revision", None), getattr(arguments, "quant", None)
-    print(fetched(arguments.name, revision, quant))
+    as_json = getattr(arguments, "json", False)
+    path = fetched(arguments.name, revision, quant, _print_progress if as_json else None)
+    print(json.dumps({"status": "success", "path": str(path)}) if as_json else path)
     return 0
 
 
-def fetched(name: str, revision: str | None, quant: str | None) -> Path:
+def _print_progress(done: int, total: int) -> None:
+    print(json.dumps({"status": "downloading", "completed": done, "total": total}), flush=True)
+
+
+def fetched(name: str, revision: str | None, quant: str | None, progress: Report | None = None) -> Path:
     """Download a model, and convert its published weights to the format `quant` unless None; return its directory.
 
-    Progress is shown on a terminal. Raises UsageError.
+    Progress is shown on a terminal, or passed to `progress`. Raises UsageError.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         task = bars.add_task(name, total=None)
 
-        def report(done: int, total: int) -> None:
+        def show(done: int, total: int) -> None:
             text = f"{name}: checking and unpacking" if done >= total > 0 else name
             bars.update(task, description=text, completed=done, total=total or None)
 
+        report = progress or show
         if quant is None:
             return fetch_demo(report) if name == "demo" else resolve(name, revision=revision, progress=report).path
         known = None if Path(name).exists() else catalogue.find(name)
@@ -77,7 +87,8 @@ def fetched(name: str, revision: str | None, quant: str | None) -> Path:
 def _list() -> int:
     table = Table("name", "kind", "size", "modified", box=None, pad_edge=False)
     for model in stored():
-        table.add_row(model.name, model.kind, size(model.nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(model.modified)))
+        kind, modified = model.kind if model.complete else "incomplete", time.localtime(model.modified)
+        table.add_row(model.name, kind, size(model.nbytes), time.strftime("%Y-%m-%d %H:%M", modified))
     if table.row_count:
         screen(markup=False).print(table)
     else:
@@ -89,14 +100,18 @@ def _list() -> int:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    """Print models of the catalogue and of the hub; return 1 if there is none. Raises UsageError."""
+    """Print models of this machine, the catalogue and the hub; return 1 if there is none. Raises UsageError."""
     given = {name: getattr(arguments, name) for name in ("hostfile", "memory_fraction", "max_memory")}
     settings, words = build(given), " ".join(arguments.terms)
     validate(settings)
-    available, rows = room(settings), []
-    for model in catalogue.search(words.split()):
-        chosen = catalogue.choose(model, available)
-        rows.append((model.names[0], chosen.id, model.type, model.nbytes(chosen.quant)))
+    available, terms = room(settings), words.lower().split()
+    here = {one.name: one.nbytes for one in stored() if one.kind != "benchmarks" and one.complete}
+    known = [catalogue.choose(model, available) for model in catalogue.search(terms)]
+    rows = [(one.model.names[0], one.id, one.model.type, one.model.nbytes(one.quant)) for one in known]
+    if all(term in f"demo {DEMO}".lower() for term in terms):
+        rows.insert(0, ("demo", "demo", "llama", DEMO_BYTES))
+    others = sorted(name for name in here.keys() - {row[1] for row in rows} if all(term in name.lower() for term in terms))
+    rows = [("", name, "-", 0) for name in others] + rows
     told = f"the catalogue is of {catalogue.catalogue().checked}"
     if words:
         from tandem.checkpoints import hub  # imports the hub's client
@@ -105,15 +120,22 @@ def _search(arguments: argparse.Namespace) -> int:
             rows += [("", name, "-", nbytes) for name, nbytes in hub.search(words) if name not in {row[1] for row in rows}]
         except hub.ANSWER_ERRORS as error:
             told += f"; the hub's own search is left out: {hub.line(error)}"
-    table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
-    for name, copy, kind, nbytes in rows:
-        fits = catalogue.shortage(nbytes, available) or "fits" if nbytes else "size unknown"
-        table.add_row(name, copy, kind, size(nbytes) if nbytes else "-", fits)
-    if rows:
-        screen(markup=False).print(table)
     near = " or ".join(catalogue.closest(words))
-    nothing = "" if rows else f"nothing is found{f' (did you mean {near}?)' if near else ''}; "
-    print(f"tandem: {nothing}{told}", file=sys.stderr)
+    told = told if rows else f"nothing is found{f' (did you mean {near}?)' if near else ''}; {told}"
+    found: list[JsonObject] = []
+    for name, copy, kind, expected in rows:
+        nbytes = here.get(copy, expected)
+        fits = catalogue.shortage(nbytes, available) or "fits" if nbytes else "size unknown"
+        found.append({"name": name, "id": copy, "type": kind, "bytes": nbytes, "on_disk": copy in here, "fits": fits})
+    table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
+    for one in found:
+        shown, fits = size(one["bytes"]) if one["bytes"] else "-", "on disk, " * one["on_disk"] + one["fits"]
+        table.add_row(one["name"], one["id"], one["type"], shown, fits)
+    if arguments.json:
+        print(json.dumps({"models": found, "note": told}))
+    elif rows:
+        screen(markup=False).print(table)
+    print(f"tandem: {told}", file=sys.stderr)
     return 0 if rows else 1
 
 

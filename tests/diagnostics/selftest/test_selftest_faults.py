@@ -274,7 +274,7 @@ def ranks_that_find(found: TaskResult) -> Any:
     [
         (TaskResult(verdict="ok", figures={"seconds": 0.01}), "a sum after as long"),
         (TaskResult(verdict="failed", detail="RuntimeError: odd words"), "odd words, seen"),
-        (TaskResult(verdict="no answer", detail="its process crashed (SIGABRT)"), "SIGABRT, seen"),
+        (TaskResult(verdict="no answer", detail="its process crashed (SIGABRT)"), "(SIGABRT), seen"),
         (TaskResult(verdict="no answer", detail="its process crashed (SIGABRT): Caused GPU Timeout Error"), "SIGABRT"),
     ],
 )

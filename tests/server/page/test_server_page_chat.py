@@ -72,6 +72,27 @@ def answered(page: Window, count: int = 1) -> None:
     )
 
 
+def pdf(text: str, *, locked: bool = False) -> bytes:
+    """A PDF of one page with a line of text, or with a password that nobody has."""
+    drawn = f"BT /F1 12 Tf 20 20 Td ({text}) Tj ET"
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 99 99] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",
+        f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    body, places = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(body))
+        body += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    keys = f"<{'00' * 32}>"
+    lock = f"/ID [<00> <00>] /Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O {keys} /U {keys} >>" if locked else ""
+    end = f"xref\n0 6\n0000000000 65535 f \n{table}trailer\n<< /Size 6 /Root 1 0 R {lock} >>\nstartxref\n{len(body)}\n%%EOF\n"
+    return (body + end).encode()
+
+
 def prompt(scripted: Any) -> str:
     """What the model was shown last."""
     return str(scripted.engine.tokenizer.decode(list(scripted.engine.submitted.values())[-1].prompt, skip_special_tokens=False))
@@ -449,7 +470,13 @@ def test_regenerate_edit_and_copy(page: Window, scripted: Any) -> None:
 
 def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, scripted: Any, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("The sky is green.\n```\n")
-    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7")
+    for name, data in (
+        ("paper", pdf("The sea is red.")),
+        ("scan", pdf("")),
+        ("locked", pdf("x", locked=True)),
+        ("cut", b"%PDF-1.7"),
+    ):
+        (tmp_path / f"{name}.pdf").write_bytes(data)
     page.click("#open-settings")
     page.find("#talk-system").send_keys("Answer as a pirate.")
     page.find("#stops").send_keys("END\n\\n\\n")
@@ -466,14 +493,23 @@ def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, script
     page.find("#tools").send_keys("\ue003\ue003")  # Backspace
     page.click("#settings [value='done']")
     assert not page.shown("#settings")
-    page.find("#attach-file").send_keys(f"{tmp_path / 'notes.txt'}\n{tmp_path / 'paper.pdf'}")
-    page.until(lambda: "save it as text first" in page.text("#attach-told"), "a PDF says what to do")
-    assert page.texts("#attached .file button") == [""] and "notes.txt" in page.text("#attached")
+    assert not page.run("return performance.getEntriesByName(location.origin + '/ui/pdf.js').length"), "not before a PDF comes"
+    names = ("notes.txt", "paper.pdf", "scan.pdf", "locked.pdf", "cut.pdf")
+    page.find("#attach-file").send_keys("\n".join(str(tmp_path / name) for name in names))
+    page.until(lambda: "cut.pdf" in page.text("#attach-told"), "all are read")
+    told = page.text("#attach-told")
+    assert (
+        "scan.pdf has no text" in told and "locked.pdf is locked with a password: save" in told and "cut.pdf is damaged" in told
+    )
+    assert page.texts("#attached .file button") == ["", ""] and "notes.txt" in page.text("#attached")
     page.run("const t = document.getElementById('thinking'); t.value = 'off'; t.dispatchEvent(new Event('change'))")
     page.ask("What colour is it?")
     answered(page)
     sent = list(scripted.engine.submitted.values())[-1]
-    assert all(text in prompt(scripted) for text in ("Answer as a pirate.", "notes.txt:\n````\nThe sky is green.", "What colour"))
+    assert all(
+        text in prompt(scripted)
+        for text in ("Answer as a pirate.", "notes.txt:\n````\nThe sky is green.", "The sea is red.", "What colour")
+    )
     assert sent.params.stop == ("END", "\n\n") or list(sent.params.stop) == ["END", "\n\n"]
     assert "notes.txt" in page.text(".user .files") and not page.text("#attached")
     assert re.fullmatch(r"[\d,]+ of 16,384 tokens", page.text("#context-meter small"))

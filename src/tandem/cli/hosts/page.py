@@ -1,4 +1,4 @@
-"""The page of `tandem agent --page`: it finds, pairs and checks machines, and starts and ends a model's server.
+"""The page of `tandem agent --page`: it finds, pairs and checks machines, fetches models, and starts and ends a server.
 
 HTTP on this machine alone. What the page does are the commands of `tandem`, each in a process of its own. While a server runs
 in the background all other requests are passed on to it, so that the page outlives that server.
@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from tandem.checkpoints.stored import stored
+from tandem.checkpoints.stored import remove_partial, stored
 from tandem.cli.hosts.command import gather_facts
 from tandem.cli.lifecycle import last_lines
 from tandem.crash_guard import start_thread
@@ -51,6 +51,7 @@ class _Asked(msgspec.Struct):
     """Body of a request: each action reads what it needs."""
 
     model: str = ""
+    """Name of a model; for a search words, without which all of this disk and the catalogue are found."""
     hosts: list[str] = []
     """Hosts for `tandem hosts write`, or machines for `tandem plan --hosts`; in the layout's order for a start."""
     flags: list[str] = []
@@ -69,7 +70,7 @@ def start_page(name: str, port: int) -> str:
         server = _PageServer((_HERE, port), _Handler)
     except OSError as error:
         raise UsageError(f"--page {port}: {error.strerror}; name another port", param="page") from error
-    server.name, server.key = name, secrets.token_urlsafe(16)
+    server.name, server.key, server.fetches = name, secrets.token_urlsafe(16), {}
     start_thread(server.serve_forever, name="page", on_failure=lambda _: None)
     return f"http://{_HERE}:{server.server_address[1]}/ui#key={server.key}"
 
@@ -77,9 +78,32 @@ def start_page(name: str, port: int) -> str:
 class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
     name = key = ""
+    fetches: dict[str, _Fetch]
+    """Downloads since the start, by the model's name."""
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: a browser that leaves is no error, and the terminal shows codes."""
+
+
+class _Fetch:
+    """A `tandem pull` in a process of its own, and what it printed last."""
+
+    def __init__(self, model: str) -> None:
+        command, both = module_command("tandem", "pull", "--json", model), subprocess.STDOUT
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=both, text=True, env=child_environment())
+        self.model, self.said, self.progress = model, "", {"completed": 0, "total": 0}
+        start_thread(self._follow, name="fetch", on_failure=lambda _: self.process.kill())
+
+    def _follow(self) -> None:
+        for line in self.process.stdout or ():
+            if line.startswith("{"):
+                self.progress |= json.loads(line)
+            else:
+                self.said = line.strip().removeprefix("tandem: ") or self.said
+
+    def told(self) -> JsonObject:
+        """Return the state for the page."""
+        return {**self.progress, "model": self.model, "exit_code": self.process.poll(), "said": printable(self.said)}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -185,11 +209,12 @@ def _state(server: _PageServer, asked: _Asked) -> JsonObject:
     place = Background(DEFAULT_NAME)
     runs, record = place.runs(), place.record()
     ended = [] if runs or not place.log.exists() else last_lines(place, 12)
-    models = sorted((one for one in stored() if one.kind != "benchmarks"), key=lambda one: -one.modified)
+    models = sorted((one for one in stored() if one.kind != "benchmarks" and one.complete), key=lambda one: -one.modified)
     return {
         "runs": runs,
         "model": record.model if record is not None and runs else None,
         "models": [{"name": one.name, "bytes": one.nbytes} for one in models],
+        "fetches": [fetch.told() for fetch in list(server.fetches.values())],
         "ended": [printable(line.rstrip()) for line in ended],
     }
 
@@ -219,10 +244,11 @@ def _row(name: str, host: str, address: str, chip: str, memory: int, *, paired: 
     return {"name": name, "host": host, "address": address, "chip": chip, "memory_bytes": memory, "paired": paired, "plan": plan}
 
 
-def _doctor(server: _PageServer, asked: _Asked) -> object:
+def _of_machines(asked: _Asked, command: str, *words: str) -> object:
+    """Return what a command answers about the machines of a request."""
     with TemporaryDirectory(prefix="tandem-page-") as folder:
         where = _hostfile(Path(folder), asked.hosts)
-        return json.loads(_tandem("doctor", *where, "--json", passed=(0, 1)))
+        return json.loads(_tandem(command, *where, "--json", *words, passed=(0, 1)))
 
 
 def _hostfile(folder: Path, hosts: Sequence[str]) -> list[str]:
@@ -240,6 +266,21 @@ def _plan(server: _PageServer, asked: _Asked) -> object:
     return json.loads(_tandem(*words, *carried, passed=range(4)))
 
 
+def _fetch(server: _PageServer, asked: _Asked) -> None:
+    """Start to fetch a model; one that is being fetched goes on."""
+    running = server.fetches.get(model := _word(asked.model, "model"))
+    if running is None or running.process.poll() is not None:
+        server.fetches[model] = _Fetch(model)
+
+
+def _cancel(server: _PageServer, asked: _Asked) -> None:
+    """End a download; files that have arrived whole are kept for the next one."""
+    if (running := server.fetches.pop(asked.model, None)) is not None:
+        running.process.terminate()
+        running.process.wait()
+        remove_partial(asked.model)
+
+
 def _start(server: _PageServer, asked: _Asked) -> str:
     place = Background(DEFAULT_NAME)
     if place.runs():
@@ -255,7 +296,10 @@ _ACTIONS: Mapping[str, Callable[[_PageServer, _Asked], object]] = {
     "machines": _find,
     "pair": lambda _, asked: _tandem("hosts", "pair", _word(asked.agent, "agent"), text=f"{asked.code}\n"),
     "forget": lambda _, asked: _tandem("hosts", "forget", _word(asked.agent, "agent")),
-    "doctor": _doctor,
+    "search": lambda _, asked: _of_machines(asked, "search", "--", *asked.model.split()),
+    "fetch": _fetch,
+    "cancel": _cancel,
+    "doctor": lambda _, asked: _of_machines(asked, "doctor"),
     "plan": _plan,
     "start": _start,
     "stop": lambda _, asked: _tandem("down"),

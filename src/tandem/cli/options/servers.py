@@ -40,12 +40,15 @@ def add_model_action(parser: Parser, name: str) -> None:
     if name == "search":
         parser.add_argument("terms", nargs="*", metavar="WORDS", help="by default all of the catalogue.")
         add_as_for_serve(parser, "hostfile", "memory_fraction", "max_memory")
+        parser.add_argument("--json", action="store_true", help="print all fields as JSON.")
     if name not in ("list", "ps", "prune", "search"):
         parser.add_argument("name", metavar="MODEL")
     if name == "convert":
         add_quant(parser, "4bit")
     if name in ("get", "convert"):
         add_as_for_serve(parser, "revision")
+    if name == "get":
+        parser.add_argument("--json", action="store_true", help="print progress as lines of JSON, as Ollama's /api/pull does.")
     if name == "prune":
         parser.add_argument(
             "--unused-days", type=float, default=30.0, metavar="DAYS", help="only entries unused for DAYS (default 30; 0: all)."

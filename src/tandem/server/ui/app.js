@@ -1,4 +1,5 @@
 // Which view is shown, light or dark, the keyboard. Each view is a module of its own.
+import * as catalogue from "/ui/catalogue.js";
 import * as chat from "/ui/chat.js";
 import * as cluster from "/ui/cluster.js";
 import { byId } from "/ui/dom.js";
@@ -26,6 +27,7 @@ function show(tab) {
   history.replaceState(null, "", "#" + nameOf(tab));
   if (nameOf(tab) === "plan") plan.opened();
   if (nameOf(tab) === "start") begin.opened();
+  if (nameOf(tab) === "models") catalogue.opened();
 }
 
 for (const [place, tab] of tabs.entries()) {
@@ -95,6 +97,7 @@ events.start();
 models.start();
 plan.start();
 begin.start();
+catalogue.start();
 await chat.start();
 root.dataset.theme ??= (await store.setting("theme")) ?? "";
 if (document.body.dataset.view === "chat" && matchMedia("(hover: hover)").matches) byId("question").focus();

@@ -1,9 +1,11 @@
-// Files beside a question: texts are sent with it, in front of its words, and pictures as they are.
+// Files beside a question: texts, those of PDFs too, are sent with it, in front of its words, and pictures as they are.
+import { textOf } from "/ui/documents.js";
 import { button, byId, element } from "/ui/dom.js";
 
 const MOST_BYTES = 1_000_000;
 let files = [];
 let changed = null;
+let reading = 0; // PDFs that are being read
 
 export function start(onChange) {
   changed = onChange;
@@ -18,6 +20,9 @@ export function start(onChange) {
 }
 
 export const some = () => files.length > 0;
+
+// True while a PDF is read, which the next question waits for.
+export const busy = () => reading > 0;
 
 // Files that were pasted or dropped; the browser would leave the page for a dropped one.
 function given(event, data) {
@@ -34,15 +39,33 @@ export async function take(given) {
       files.push({ name: file.name, url: await dataUri(file) });
       continue;
     }
+    if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") {
+      const refused = await readPdf(file);
+      if (refused) wrong.push(`${file.name} ${refused}`);
+      continue;
+    }
     const refused = file.size > MOST_BYTES ? `is larger than ${MOST_BYTES / 1e6} MB` : null;
     const text = refused ? "" : await file.text();
     if (refused) wrong.push(`${file.name} ${refused}.`);
-    else if (/\.pdf$/i.test(file.name)) wrong.push(`${file.name} is a PDF, which this page does not read: save it as text first.`);
     else if (text.includes("\0") || text.includes("\ufffd")) wrong.push(`${file.name} is no text in UTF-8.`);
     else files.push({ name: file.name, text });
   }
   byId("attach-told").textContent = wrong.join(" ");
   draw();
+}
+
+// Add the text of a PDF; return why not, if it cannot be read.
+async function readPdf(file) {
+  reading++;
+  draw();
+  try {
+    files.push({ name: file.name, text: await textOf(file) });
+    return "";
+  } catch (error) {
+    return error.message;
+  } finally {
+    reading--;
+  }
 }
 
 function dataUri(file) {
@@ -70,7 +93,7 @@ function draw() {
   byId("attached").replaceChildren(...files.map((file) => chip(file, () => {
     files = files.filter((one) => one !== file);
     draw();
-  })));
+  })), ...(reading ? [element("span", { class: "file", role: "status" }, "Reading a PDF …")] : []));
   changed();
 }
 

@@ -172,7 +172,7 @@ export const model = () => byId("chat-model").value || "default";
 
 function ask(text) {
   const question = text.trim();
-  if (!(question || attachments.some()) || busy()) return;
+  if (!(question || attachments.some()) || attachments.busy() || busy()) return;
   byId("question").value = "";
   fit();
   const files = attachments.taken();
@@ -257,7 +257,7 @@ function buttons() {
   const running = Boolean(answers.runIn(talk));
   byId("send").hidden = running;
   byId("stop").hidden = !running;
-  byId("send").disabled = !byId("question").value.trim() && !attachments.some();
+  byId("send").disabled = attachments.busy() || (!byId("question").value.trim() && !attachments.some());
 }
 
 // The field for the message grows with it.

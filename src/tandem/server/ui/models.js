@@ -64,22 +64,22 @@ function card(one, status, several) {
     element("h3", {}, one.id), element("span", { class: "badge " + one.state }, one.state), act),
   ...share, one.detail ? element("p", { class: one.state === "failed" ? "error" : "quiet" }, one.detail) : null,
   errors.has(one.id) ? element("p", { class: "error", role: "alert" }, errors.get(one.id)) : null,
-  ...one.loading.map((rank) => progress(one.id, rank)),
+  ...one.loading.map((rank) => progress([one.id, rank.rank, rank.phase].join(),
+    `rank ${rank.rank}: ${PHASES[rank.phase] ?? rank.phase}`, rank.done, rank.total)),
   element("dl", { class: "facts" }, ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name),
     element("dd", {}, value)))));
 }
 
-function progress(model, rank) {
-  const key = [model, rank.rank, rank.phase].join();
+// A bar with size, pace and time left; `key` tells one download or load from another.
+export function progress(key, label, done, total) {
   const now = performance.now();
-  if (!(paces.get(key)?.done <= rank.done)) paces.set(key, { done: rank.done, at: now });
+  if (!(paces.get(key)?.done <= done)) paces.set(key, { done, at: now });
   const first = paces.get(key);
-  const pace = now > first.at + 500 ? (1000 * (rank.done - first.done)) / (now - first.at) : 0;
-  const left = pace > 0 ? `, ${Math.ceil((rank.total - rank.done) / pace)} s left` : "";
-  const size = rank.total ? `${gib(rank.done)} of ${gib(rank.total)}` + (pace ? ` at ${gib(pace)}/s${left}` : "") : "";
-  const label = `rank ${rank.rank}: ${PHASES[rank.phase] ?? rank.phase}`;
+  const pace = now > first.at + 500 ? (1000 * (done - first.done)) / (now - first.at) : 0;
+  const left = pace > 0 ? `, ${Math.ceil((total - done) / pace)} s left` : "";
+  const size = total ? `${gib(done)} of ${gib(total)}` + (pace ? ` at ${gib(pace)}/s${left}` : "") : "";
   return element("label", { class: "progress" }, element("span", {}, label, " ", element("small", {}, size)),
-    element("progress", rank.total ? { max: rank.total, value: rank.done } : {}));
+    element("progress", total ? { max: total, value: done } : {}));
 }
 
 async function tell(name, what) {

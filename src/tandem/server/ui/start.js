@@ -28,6 +28,10 @@ export function start() {
     event.preventDefault();
     during(event.submitter ?? byId("start-form").querySelector(".primary"), "Comparing …", compare);
   });
+  byId("start-search").addEventListener("click", () => {
+    byId("tab-models").click();
+    byId("catalogue-words").focus();
+  });
   ready = true;
   if (document.body.dataset.view === "start") opened();
   onStatus(() => document.body.dataset.view === "start" && ticks++ % EACH === 0 && look());
@@ -140,7 +144,10 @@ function pairForm(one) {
   return form;
 }
 
-// Hosts that take part, in the order of the list.
+// Hosts that are chosen, for other views.
+export const hosts = () => machines.filter((one) => chosen.has(one.host)).map((one) => one.host);
+
+// Machines that take part, in the order of the list.
 function taking() {
   const found = machines.filter((one) => chosen.has(one.host));
   if (!found.length) throw new Error("Choose a machine first.");
