@@ -409,7 +409,7 @@ def test_how_far_ranks_have_loaded_is_in_the_status_until_they_serve(model: Path
     try:
         service._loading(0, 2, 8, "load")
         assert service._ipc_server.status.loading == [LoadProgress(0, 2, 8, "load")]
-        service._serving = True
+        service.serving = True
         service._publish()
         assert service._ipc_server.status.loading == []
     finally:

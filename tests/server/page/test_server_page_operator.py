@@ -129,7 +129,7 @@ def test_what_happened_is_listed_with_reason_and_remedy(page: Window, engine: An
     page.until(lambda: "go on" in page.text("#events .event:first-child"), "the latest event")
     latest, first = page.texts("#events .event")[:2]
     assert "ranks replaced" in latest and "3 request(s) go on" in latest
-    assert "SIGKILL <img src=x>" in first and "Nothing to do" in first
+    assert "SIGKILL) <img src=x>" in first and "Nothing to do" in first
     assert page.texts("#events .event:nth-child(2).error b") == ["rank lost"]
     history.note("rank_slow", "rank 0 is slow", level="warning", rank=0)
     engine.set_status(events=history.after())
