@@ -18,8 +18,9 @@ from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
+from tandem.runner.heads.eagle3 import Eagle3Head
+from tandem.runner.heads.mtp import MTPHead
 from tandem.runner.kv_store import KVStore
-from tandem.runner.mtp_head import MTPHead
 
 CHUNK = 512
 """Maximum tokens fed in one forward pass, and of those that a draft model lacks in one step."""
@@ -110,11 +111,9 @@ class Drafted:
 class Drafter:
     """Draft model or head, with the KV of a runner's micro-batches. Not thread-safe: used by the thread that owns MLX."""
 
-    def __init__(
-        self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int, target: StageModel | None = None
-    ) -> None:
+    def __init__(self, stage: StageModel | Eagle3Head, *, micro_batches: int, drafts: int, vocab_size: int) -> None:
         """Store the model. `stage`: the whole draft model, or a draft head; `vocab_size`: the target model's; `drafts`: maximum
-        drafts requested; `target`: last stage of the model that a head reads the states of.
+        drafts requested.
 
         Raises UnsupportedModel for a draft model whose sequences cannot be computed together.
         """
@@ -123,9 +122,8 @@ class Drafter:
                 f"the draft model decodes its sequences one by one, as {stage.one_by_one}: name another one", param="draft_model"
             )
         self.stage = stage
-        """Whole draft model, as one stage."""
-        self._head = stage if isinstance(stage, MTPHead) else None
-        self._target = target
+        """Whole draft model, as one stage, or draft head."""
+        self._head = stage if isinstance(stage, MTPHead | Eagle3Head) else None
         self._drafts = drafts
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
@@ -252,15 +250,10 @@ class Drafter:
         known.caches = caches = known.caches or self.stage.make_caches()
         while count > 0:
             chunk = known.tokens[known.held : known.held + min(count, CHUNK)]
-            states = self._states(known.read(len(chunk))) if self._head is not None else None
+            states = self._head.states(known.read(len(chunk))) if self._head is not None else None
             self._forward(mx.array([chunk], dtype=mx.int32), caches, states)
             known.held, count = known.held + len(chunk), count - len(chunk)
             dispatch([cache.state for cache in caches])
-
-    def _states(self, hidden: mx.array) -> mx.array:
-        """Return a head's input for the model's hidden states [B, L, H]: those after its last norm."""
-        assert self._target is not None
-        return self._target.final(hidden)
 
     def _guess(self, store: KVStore, count: int) -> Drafted:
         ids = store.ids
@@ -271,7 +264,7 @@ class Drafter:
         if self._head is not None:
             rows = [self._known[one].read(len(row)) for one, row in zip(ids, fed, strict=True)]
             rows = [mx.pad(row, [(0, 0), (0, width - row.shape[1]), (0, 0)]) if row.shape[1] < width else row for row in rows]
-            states = self._states(mx.concatenate(rows) if len(rows) > 1 else rows[0])
+            states = self._head.states(mx.concatenate(rows) if len(rows) > 1 else rows[0])
         hidden = self._forward(tokens, store.batch([len(row) for row in fed]), states)
         last = mx.array([len(row) - 1 for row in fed], dtype=mx.int32)[:, None, None]
         hidden = mx.take_along_axis(hidden, last, axis=1)
@@ -290,10 +283,12 @@ class Drafter:
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.
         tokens = mx.minimum(tokens, self.stage.vocab_size - 1)
-        if self._head is not None and states is not None:
-            return self._head.join(tokens, states, caches)
+        if isinstance(self.stage, MTPHead | Eagle3Head):
+            assert states is not None
+            return self.stage.join(tokens, states, caches)
         return self.stage.forward(tokens, caches)
 
     def _likeliest(self, hidden: mx.array) -> mx.array:
         """Return int32 [rows]: the most likely tokens, from hidden states [rows, 1, H]."""
-        return mx.argmax(self.stage.head(hidden)[:, -1, : self._vocab], axis=-1).astype(mx.int32)
+        found = mx.argmax(self.stage.head(hidden)[:, -1, : self._vocab], axis=-1).astype(mx.int32)
+        return self._head.tokens(found) if self._head is not None else found
