@@ -24,6 +24,7 @@ from tandem.models.eagle3 import describe_draft, read_eagle3
 from tandem.models.footprint import rank_position, rank_weights
 from tandem.models.sources import has_mlx_vlm
 from tandem.protocol.request import EngineRequest
+from tandem.runner.drafter import Drafter
 from tandem.runner.heads.eagle3 import load_eagle3
 from tandem.testing import tiny_model
 
@@ -173,6 +174,22 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
         status = ask(llm, Engine.status)
         assert llm.engine.scheduler.batches.preemptions > 0
         assert status.draft_tokens > 0 and status.accepted_tokens < 0.1 * status.draft_tokens
+
+
+def test_drafts_after_a_prefix_hit_are_those_after_the_whole_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tmp_path / "model", layers=4)
+    drafted: list[Any] = []
+    whole = Drafter.draft
+    monkeypatch.setattr("tandem.speculation.proposers.ModelProposer.hits", 1.0)  # it is asked in each step
+    monkeypatch.setattr(Drafter, "draft", lambda self, *args: drafted.append(whole(self, *args)) or drafted[-1])
+    found = list[list[int]]()
+    with LLM(str(model), prefill_chunk=16, **drafting(eagle3(model))) as llm:
+        for _ in range(2):
+            drafted.clear()
+            llm.generate([prompts()[1]], GREEDY)
+            found.append([one for _, tokens in sorted(drafted[0].values().items()) for one in tokens])
+        status = ask(llm, Engine.status)
+        assert status.prefix_hits == 1 and len(found[0]) == 4 and found[0] == found[1]
 
 
 @pytest.mark.slow

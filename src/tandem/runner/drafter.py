@@ -3,7 +3,8 @@
 It gets all information from plans, and computes itself how many drafts were accepted. Its rows hold the KV of all accepted
 tokens. It reads a prompt beside the model's own chunks, and what it lacks, as after a prefix hit, in chunks of the next steps,
 so that no step waits for all of it. A head reads each token together with the model's hidden state of the position before,
-which the runner notes. Positions whose state is missing are left out of the head's KV: only its accuracy suffers.
+which the runner notes. A cached prefix has the head's KV too, since a hit computes no states. Positions whose state is missing
+are left out of the head's KV: only its accuracy suffers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import mlx.core as mx
 
 from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.loading.prefix import Prefix, trimmable
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
-from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
+from tandem.protocol.kv_blocks import BLOCK_SIZE
+from tandem.protocol.step import SavePrefixOp, SpecDecodeRow, StepPlan, accepted
 from tandem.runner.heads.eagle3 import Eagle3Head
 from tandem.runner.heads.mtp import MTPHead
 from tandem.runner.kv_store import KVStore
@@ -44,6 +47,8 @@ class _Known:
     """Caches of what is read, while the sequence has no row."""
     states: list[tuple[mx.array, int, range]] = field(default_factory=list)
     """Hidden states that a head has not read, from position `held - 1` on: array [B, L, H], row and positions in it."""
+    boundary: tuple[int, mx.array | None] = 0, None
+    """Tokens before the last boundary of KV blocks in its prompt so far, and the hidden state [1, 1, H] of the last of them."""
 
     @property
     def row_length(self) -> int:
@@ -128,6 +133,8 @@ class Drafter:
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
         self._known: dict[str, _Known] = {}
+        self._prefixes: dict[str, tuple[Prefix, mx.array]] = {}
+        """By key of a cached prefix: a head's KV of its tokens, and the model's hidden state [1, 1, H] of the last one."""
         self._asked = True
         """True unless the last plan that decoded asked for no drafts."""
         self._room = 0
@@ -138,6 +145,11 @@ class Drafter:
         """Bytes of KV of all micro-batches."""
         apart = sum(int(cache.nbytes) for known in self._known.values() for cache in known.caches or ())
         return apart + sum(store.nbytes for store in self._stores)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of a head's KV in cached prefixes."""
+        return sum(array.nbytes for kept, state in self._prefixes.values() for array in (*kept.arrays, state))
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
@@ -150,6 +162,12 @@ class Drafter:
             first, params = int(self._head is not None), insert.params
             reads = not (params.penalised or params.structured_outputs is not None)
             self._known[insert.request_id] = _Known(list(insert.tokens), reads, first, first)
+        for op in plan.restores:
+            known = self._known[op.request_id]
+            if op.key in self._prefixes and op.length > 1 and known.reads:
+                kept, state = self._prefixes[op.key]
+                known.held, known.caches = op.length, kept.revived(op.length - 1)
+                known.states = [(state, 0, range(1))] if kept.length == op.length - 1 else []
         if plan.decode:
             self._asked = plan.spec_decode_plan is not None and plan.spec_decode_plan.ask > 0
         if (spec := plan.spec_decode_plan) is None:
@@ -174,9 +192,25 @@ class Drafter:
             return
         if self._head is not None:
             known.note(position, hidden, row, count)
+            if (end := (position + count) // BLOCK_SIZE * BLOCK_SIZE) > position:
+                known.boundary = end, hidden[row : row + 1, end - 1 - position : end - position]
             self._read(known, min(len(known.tokens) - known.held, known.pending))
         else:
             self._read(known, min(count, len(known.tokens) - 1 - known.held))
+
+    def save(self, op: SavePrefixOp) -> None:
+        """Keep a head's KV of a cached prefix of its prompt, which ends with a KV block, unless positions are missing."""
+        known = self._known[op.request_id]
+        end, state = known.boundary
+        if state is None or end != op.length or known.caches is None or known.skipped > 1 or not trimmable(known.caches):
+            return
+        kept, state = Prefix.of(known.caches, end - 1).copied(), mx.contiguous(state)
+        dispatch(kept.arrays, state)
+        self._prefixes[op.key] = kept, state
+
+    def evict(self, key: str) -> None:
+        """Drop what is kept of a cached prefix, if anything."""
+        self._prefixes.pop(key, None)
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
         """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
