@@ -220,7 +220,7 @@ def test_drafts_are_those_that_mlx_vlm_makes(tmp_path: Path) -> None:
     description, own_files = describe(files), resolve(str(path))
     stage = load_stage(files, description, range(4), dtype="float32")
     stage.capture(read_eagle3(own_files, description).layers)
-    head, embedding = load_eagle3(own_files, files, description, stage, dequantize=False), stage.modules["model.embed_tokens"]
+    head, embedding = load_eagle3(own_files, files, stage, dequantize=False), stage.modules["model.embed_tokens"]
 
     config = json.loads((path / "config.json").read_text())
     words = {"model_type": "eagle3", "transformer_layer_config": config, "target_hidden_size": WIDTH}

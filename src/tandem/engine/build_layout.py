@@ -133,8 +133,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     draft, captured = _find_draft_model(settings, files, description)
     _check_role(parallel, settings.scheduler.kv_disk, None if captured else draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
-    if mtp or captured:
-        specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured) for spec in specs)
+    specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured) for spec in specs)
     if captured:
         description = replace(description, payload_elements=(1 + len(captured)) * description.hidden_size)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):

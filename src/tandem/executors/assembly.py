@@ -127,11 +127,11 @@ def load_drafter(spec: StageSpec, target: StageModel, model_files: ModelFiles | 
     dequantize = dequantizes(spec.dequantize, gpu=on_gpu())
     if spec.has_head:
         files = model_files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
-        model, head = describe(files), _draft_files(spec) if spec.captured_layers else files
+        head = _draft_files(spec) if spec.captured_layers else files
         log.info("Loading draft head: %s", head.name)
         if spec.captured_layers:
-            return drafter(load_eagle3(head, files, model, target, dequantize=dequantize))
-        return drafter(load_mtp_head(files, model, target, dequantize=dequantize))
+            return drafter(load_eagle3(head, files, target, dequantize=dequantize))
+        return drafter(load_mtp_head(files, describe(files), target, dequantize=dequantize))
     files = _draft_files(spec)
     description = describe(files)
     stage = load_stage(

@@ -136,10 +136,9 @@ class PipelineModel:
             zeros = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.float32)
             caches[self._counter].update_and_fetch(zeros, zeros)
         out = out if isinstance(out, tuple) else (out,)
+        sent = (*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded)
         if self.own.stop == len(self.layers):
             sent = self._as_sent(out)[: 1 + len(self._stage_payload.carried) * bool(self._residuals)]
-        else:
-            sent = (*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded)
         packed = self._stage_payload.packed(sent)
         if not self._captures:
             return packed

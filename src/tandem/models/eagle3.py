@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
-from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.errors import UnsupportedModel
 from tandem.json_types import JsonObject
 from tandem.models.description import ModelDescription, describe, stored_dtype
 from tandem.protocol.layout import StageSpec
@@ -22,7 +22,7 @@ FAMILIES = ("llama", "qwen3")
 _STATES = 3
 """Layers whose outputs a head reads."""
 _NEEDED = ("fc", "norm", "layers.0.hidden_norm", "layers.0.input_layernorm", "layers.0.self_attn.k_proj")
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD, _IDS = "embed_tokens.weight", "lm_head.weight", "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -48,50 +48,25 @@ def describe_draft(files: ModelFiles, spec: StageSpec, model: ModelDescription) 
 
 
 def read_eagle3(files: ModelFiles, model: ModelDescription) -> Eagle3:
-    """Return the head in `files`. Raise UnsupportedModel if it is none or another model's, BrokenModel if it is incomplete."""
-    where = f"--draft-model {files.name}"
+    """Return the head in `files`. Raise UnsupportedModel if it is none, incomplete, or another model's."""
     config, tensors = read_config(files.path), {part_name(name): info for name, info in read_tensors(files).items()}
-    if model.family not in FAMILIES:
-        raise UnsupportedModel(
-            f"--speculative-method eagle3: heads for {model.family} are not read, those for {' and '.join(FAMILIES)} are; "
-            "leave it out, or name a small model with --draft-model",
-            param="speculative_method",
-        )
-    if not is_eagle3(config):
-        raise UnsupportedModel(
-            f"{where}: is no EAGLE-3 head, as its config.json does not name eagle3; a small model takes "
-            "--speculative-method draft_model",
-            param="draft_model",
-        )
     nested = config.get("transformer_layer_config")
     text = nested if isinstance(nested, dict) else config
-    if missing := [f"{name}.weight" for name in _NEEDED if f"{name}.weight" not in tensors]:
-        raise BrokenModel(f"{where}: weight {missing[0]} is missing; get the head again", param="draft_model")
     if why := _misfit(config, text, tensors, model):
-        raise UnsupportedModel(f"{where}: {why}; name a head that was made for this model", param="draft_model")
+        message = f"--draft-model {files.name}: {why}; name a head that was made for this model, or another --speculative-method"
+        raise UnsupportedModel(message, param="draft_model")
     count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     own = sum(info.nbytes for name, info in tensors.items() if name not in (_EMBEDDING, "t2d", "d2t"))
     description = replace(
-        model,
-        num_layers=count,
-        layer_bytes=(own, *[0] * (count - 1)),
-        whole_bytes=(),
-        head_bytes=0,
-        embed_bytes=tensors[_EMBEDDING].nbytes if _EMBEDDING in tensors else 0,
-        token_elements=2 * tensors["layers.0.self_attn.k_proj.weight"].shape[0],
-        state_elements=0,
-        kv_groups=(),
-        quantization=None,
+        model, num_layers=count, layer_bytes=(own, *[0] * (count - 1)), whole_bytes=(), head_bytes=0,
+        embed_bytes=tensors[_EMBEDDING].nbytes if _EMBEDDING in tensors else 0, quantization=None,
+        token_elements=2 * tensors["layers.0.self_attn.k_proj.weight"].shape[0], state_elements=0, kv_groups=(),
         dtype=stored_dtype({"fc.weight": tensors["fc.weight"]}),
-    )
-    entries = {
-        **config,
-        "model_type": "eagle3",
-        "transformer_layer_config": {**text, "num_hidden_layers": count},
-        "target_hidden_size": model.hidden_size,
-        "draft_vocab_size": tensors[_HEAD].shape[0] if _HEAD in tensors else model.vocab_size,
-    }
-    return Eagle3(entries, _layers(config, model.num_layers), description)
+    )  # fmt: skip
+    vocabulary = tensors[_HEAD].shape[0] if _HEAD in tensors else model.vocab_size
+    entries = {"model_type": "eagle3", "target_hidden_size": model.hidden_size, "draft_vocab_size": vocabulary}
+    entries["transformer_layer_config"] = {**text, "num_hidden_layers": count}
+    return Eagle3(config | entries, _layers(config, model.num_layers), description)
 
 
 def is_eagle3(config: JsonObject) -> bool:
@@ -103,14 +78,20 @@ def is_eagle3(config: JsonObject) -> bool:
 def _layers(config: JsonObject, count: int) -> tuple[int, ...]:
     """Return the numbers of the layers that a head reads. Speculators numbers layers by their input, SGLang by their output."""
     theirs = config.get("eagle_config")
-    outputs = theirs.get("eagle_aux_hidden_state_layer_ids") if isinstance(theirs, dict) else None
-    inputs = config.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
-    return tuple(outputs or [int(one) - 1 for one in inputs])
+    outputs = theirs.get(_IDS) if isinstance(theirs, dict) else None
+    ids = outputs or config.get(_IDS) or (2, count // 2, count - 3)
+    return tuple(one - (not outputs) for one in ids if isinstance(one, int)) if isinstance(ids, list | tuple) else ()
 
 
 def _misfit(config: JsonObject, text: JsonObject, tensors: Mapping[str, TensorInfo], model: ModelDescription) -> str:
     """Return why a head does not fit the model; empty if it does."""
     shapes = {name: info.shape for name, info in tensors.items()}
+    if model.family not in FAMILIES:
+        return f"heads for {model.family} are not read, those for {' and '.join(FAMILIES)} are"
+    if not is_eagle3(config):
+        return "is no EAGLE-3 head, as its config.json does not name eagle3"
+    if missing := [name for name in _NEEDED if f"{name}.weight" not in shapes]:
+        return f"weight {missing[0]}.weight is missing"
     if any(name.endswith(".scales") for name in shapes):
         return "is quantised, and heads are read as bfloat16, float16 or float32"
     speculators = config.get("speculators_config")
@@ -129,9 +110,6 @@ def _misfit(config: JsonObject, text: JsonObject, tensors: Mapping[str, TensorIn
     own = shapes.get(_HEAD, (model.vocab_size,))[0]
     if own != model.vocab_size and shapes.get("d2t") != (own,):
         return f"has {own} tokens of its own, and no map d2t of as many to the model's"
-    try:
-        layers = _layers(config, model.num_layers)
-        fits = len(layers) == _STATES and list(layers) == sorted({*layers} & {*range(model.num_layers)})
-    except (TypeError, ValueError):
-        layers, fits = (), False
+    layers = _layers(config, model.num_layers)
+    fits = len(layers) == _STATES and list(layers) == sorted({*layers} & {*range(model.num_layers)})
     return "" if fits else f"reads the layers {layers}, and must read {_STATES} in order of the model's {model.num_layers}"

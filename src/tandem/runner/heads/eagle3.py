@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors, weight_files
 from tandem.errors import BrokenModel
-from tandem.json_types import JsonObject
 from tandem.loading.build_model import build_model
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.quantized_kv import Cache
@@ -23,7 +23,7 @@ from tandem.loading.shard_modules import at, put
 from tandem.loading.stage import Apart, CacheBytes, StageModel
 from tandem.loading.text_tower import import_lazily
 from tandem.loading.weights import PartLoader, Weights, load_file, one_line, open_weights
-from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.eagle3 import Eagle3, part_name, read_eagle3
 from tandem.models.families.table import family_of
 from tandem.models.sources import require_mlx_vlm
@@ -43,8 +43,7 @@ class Eagle3Head:
         """Tokens of the model's vocabulary, which it reads."""
         self.nbytes = sum(array.nbytes for array in own)
         """Bytes of weights in memory, without what it shares."""
-        position = description.num_layers * description.token_elements * stage.dtype.size
-        self.cache_bytes = CacheBytes(int(position), 0)
+        self.cache_bytes = CacheBytes(int(description.num_layers * description.token_elements * stage.dtype.size), 0)
         """Bytes of one sequence in its caches."""
 
     def arrays(self) -> list[mx.array]:
@@ -78,15 +77,13 @@ class Eagle3Head:
         return found
 
 
-def load_eagle3(
-    files: ModelFiles, model_files: ModelFiles, model: ModelDescription, stage: StageModel, *, dequantize: bool
-) -> Eagle3Head:
-    """Load the head in `files` for the rank of the model's last `stage`. Raises ModelError.
+def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
+    """Load the head in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
 
-    The model's embedding is loaded whole from `model_files` where the head has none, and the stage lacks it; with `dequantize`
-    it is expanded.
+    The model's embedding is loaded whole where the head has none, and the stage lacks it; with `dequantize` it is expanded.
     """
     require_mlx_vlm("EAGLE-3 heads are computed")
+    model = describe(target)
     head = read_eagle3(files, model)
     try:
         built = _build(head)
@@ -95,44 +92,36 @@ def load_eagle3(
     stored: Weights = {}
     for path in weight_files(files.path):
         stored.update({part_name(name): array for name, array in load_file(path).items()})
-    kept = stored.pop("t2d", None)
+    kept = stored.pop("t2d", mx.ones(model.vocab_size))
     weights: Weights = built.sanitize(stored)
-    loader = _loader(stage, None, dequantize=False)
+    loader = partial(PartLoader, dtype=stage.dtype, keep=lambda _: False, loaded=lambda _: None)
+    shares, loaded = not head.description.embed_bytes, []
+    built.embed_tokens = None if shares else built.embed_tokens
     names = [name for name, part in built.children().items() if isinstance(part, nn.Module)]
-    names += [f"layers.{i}" for i in range(len(built.layers))]
-    own_embedding = head.description.embed_bytes > 0
-    loaded = []
-    for name in (name for name in names if own_embedding or name != "embed_tokens"):
+    for name in (*names, *(f"layers.{i}" for i in range(len(built.layers)))):
         own = {key[len(name) + 1 :]: weights.pop(key) for key in list(weights) if key.startswith(f"{name}.")}
-        loaded.append(loader.load(name, at(built, name), own))
+        loaded.append(loader(quantization=None, dequantize=False).load(name, at(built, name), own))
         put(built, name, loaded[-1])
     where, ids = f"--draft-model {files.name}", mx.arange(built.draft_vocab_size)
     offsets = weights.pop("d2t", mx.array(0))
     if built.d2t is not None:
         built.d2t, ids = offsets, ids + offsets
-        marks = mx.ones(model.vocab_size, mx.bool_) if kept is None else kept
-        if not mx.all((ids >= 0) & (ids < model.vocab_size) & (marks[mx.clip(ids, 0, model.vocab_size - 1)] > 0)).item():
+        if not mx.all((ids >= 0) & (ids < model.vocab_size) & (kept[mx.clip(ids, 0, model.vocab_size - 1)] > 0)).item():
             raise BrokenModel(f"{where}: d2t does not map its tokens to those of the model in t2d", param="draft_model")
     if weights:
         raise BrokenModel(f"{where}: weight {min(weights)} does not fit config.json", param="draft_model")
-    if not own_embedding:
+    if shares:
         place = f"{family_of(model.family).layers.removesuffix('layers')}embed_tokens"
         shared = stage.modules.get(place) if stage.is_first or stage.shard is None else None
         if shared is None:
-            whole: Any = build_model({**read_config(model_files.path), "model_type": model.family})
-            stored_names = {one: one for one in read_tensors(model_files) if part_of_tensor(one, model.num_layers) == "embed"}
-            found = {one[len(place) + 1 :]: array for one, array in open_weights(model_files, whole, model, stored_names).items()}
-            loaded.append(_loader(stage, model.quantization, dequantize=dequantize).load(place, at(whole, place), found))
+            whole: Any = build_model({**read_config(target.path), "model_type": model.family})
+            stored_names = {one: one for one in read_tensors(target) if part_of_tensor(one, model.num_layers) == "embed"}
+            found = {one[len(place) + 1 :]: array for one, array in open_weights(target, whole, model, stored_names).items()}
+            packed = loader(quantization=model.quantization, dequantize=dequantize)
+            loaded.append(packed.load(place, at(whole, place), found))
         built.embed_tokens = loaded[-1] if shared is None else shared
     arrays = [array for part in loaded for _, array in tree_flatten(part.parameters())]
     return Eagle3Head(built, arrays, head.description, stage)
-
-
-def _loader(stage: StageModel, quantization: JsonObject | None, *, dequantize: bool) -> PartLoader:
-    """Return the loader of weights in the stage's type."""
-    return PartLoader(
-        quantization=quantization, dequantize=dequantize, dtype=stage.dtype, keep=lambda _: False, loaded=lambda _: None
-    )
 
 
 def _build(head: Eagle3) -> Any:
@@ -142,9 +131,7 @@ def _build(head: Eagle3) -> Any:
     config = theirs.Eagle3Config.from_dict(head.config)
     built, text = theirs.Eagle3DraftModel(config), head.config["transformer_layer_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters")
+    own = config.transformer_layer_config
     for layer in built.layers if rope else ():  # theirs reads the base alone
-        attention, own = layer.self_attn, config.transformer_layer_config
-        attention.rope = initialize_rope(
-            attention.head_dim, own.rope_theta, own.rope_traditional, rope, own.max_position_embeddings
-        )
+        layer.self_attn.rope = initialize_rope(own.head_dim, own.rope_theta, False, rope, own.max_position_embeddings)
     return built
