@@ -20,7 +20,7 @@ from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.footprint import rank_position, rank_weights
 from tandem.protocol.request import EngineRequest
-from tandem.runner.mtp_head import load_mtp_head
+from tandem.runner.heads.mtp import load_mtp_head
 from tandem.testing import add_mtp_head, tiny_config, tiny_model
 
 MTP = {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 4}'}

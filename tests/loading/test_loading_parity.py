@@ -109,6 +109,33 @@ def test_half_precision_as_stored(family, tmp_path):
     assert_equal_runs(path, load_parts(path, 2, dtype="bfloat16"))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_states_of_earlier_layers_reach_the_last_stage(family, tmp_path):
+    """Each is what the model has when it is cut behind that layer, in any layout, with a chunk after another and in batches."""
+    path, captured, found = tiny_model(tmp_path, family), (0, 1, 2), []
+    for stages in (1, 2, 3):
+        parts = load_parts(path, stages)
+        plain, caches = ([part.make_caches() for part in parts] for _ in range(2))
+        bare = [through(parts, plain, [PROMPT[:11]]), through(parts, plain, [PROMPT[11:]])]
+        for part in parts:
+            part.capture(captured)
+        width = bare[0].shape[-1]
+        assert [part.hidden_size for part in parts[1:]] == [width * (1 + part.layers.start) for part in parts[1:]]
+        states = [through(parts, caches, [PROMPT[:11]]), through(parts, caches, [PROMPT[11:]])]
+        assert all(mx.array_equal(one[..., :width], two).item() for one, two in zip(states, bare, strict=True))
+        assert mx.array_equal(parts[-1].head(states[0]), parts[-1].head(bare[0])).item()
+        found.append(mx.concatenate(states, axis=1)[..., width:])
+        assert_rows_run_together(parts)
+    assert found[0].shape == (1, len(PROMPT), 3 * width)
+    assert all(mx.array_equal(one, found[0]).item() for one in found[1:])
+    cuts = load_parts(path, 4)
+    for count in (1, 2, 3):
+        own = found[0][..., (count - 1) * width : count * width]
+        chunks = [[part.make_caches() for part in cuts[:count]]]
+        alone = [through(cuts[:count], chunks[0], [PROMPT[:11]]), through(cuts[:count], chunks[0], [PROMPT[11:]])]
+        assert mx.array_equal(own, mx.concatenate(alone, axis=1)).item()
+
+
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_description_agrees_with_what_is_loaded(family, tmp_path):
     files = resolve(str(tiny_model(tmp_path, family)))

@@ -31,7 +31,7 @@ from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
 from tandem.models.sources import has_mlx_vlm
 from tandem.protocol.blob_messages import BlobFile, Range
-from tandem.runner.mtp_head import load_mtp_head
+from tandem.runner.heads.mtp import load_mtp_head
 from tandem.runner.pictures import Encoder
 from tandem.testing import add_mtp_head, tiny_model
 from tandem.transport.blobs import checksum

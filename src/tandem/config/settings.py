@@ -238,14 +238,14 @@ class SchedulerSettings:
 class SpeculationSettings:
     """Speculative decoding: several tokens of a sequence in one step, where they could be guessed."""
 
-    speculative_method: Literal["auto", "none", "ngram", "draft_model", "mtp"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle3"] = "auto"
     """How tokens are guessed. ngram: what followed earlier in the same prompt and answer; draft_model: by a small
-    model; mtp: by the draft head that the checkpoint carries. Answers stay what they are without it, and where it
-    does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named, else mtp if there is a
-    head, else none."""
+    model; mtp: by the draft head that the checkpoint carries; eagle3: by an EAGLE-3 head. Answers stay what they are
+    without it, and where it does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named,
+    else mtp if there is a head, else none."""
     draft_model: Filled | None = None
-    """Directory, GGUF file or hub id of a small model with the same tokenizer; the rank that samples loads all of
-    it."""
+    """Directory, GGUF file or hub id of a small model with the same tokenizer, or of an EAGLE-3 head; the rank that
+    samples loads all of it."""
     num_speculative_tokens: Drafts = 5
     """Most tokens that are guessed for a sequence at once."""
     prompt_lookup_max: Lookup = 5

@@ -52,12 +52,10 @@ def _resolved(settings: SpeculationSettings, head: bool) -> SpeculationSettings:
     method, model = settings.speculative_method, settings.draft_model
     if method == "auto":
         method = "draft_model" if model else "mtp" if head else "none"
-    if method == "draft_model" and not model:
-        raise ConfigError(
-            "--speculative-method draft_model: needs --draft-model MODEL, a small model with the same tokenizer",
-            param="draft_model",
-        )
-    if model and method != "draft_model":
+    named = {"draft_model": "a small model with the same tokenizer", "eagle3": "the head's directory or hub id"}
+    if method in named and not model:
+        raise ConfigError(f"--speculative-method {method}: needs --draft-model MODEL, {named[method]}", param="draft_model")
+    if model and method not in named:
         raise ConfigError(
             f"--draft-model {model}: is not used by --speculative-method {method}; leave one out", param="draft_model"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, fingerprint, read_tensors
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
@@ -28,12 +29,14 @@ from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import adapter_elements, adapter_spec, read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
+from tandem.models.eagle3 import is_eagle3, read_eagle3
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
 from tandem.models.pictures import why_blind
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
+from tandem.models.sources import require_mlx_vlm
 from tandem.planner.profile import Profile, read_profile
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.keys import ClusterKeys
@@ -127,11 +130,12 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     drafts, mtp = _drafts(settings, files, description)
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
-    draft = _find_draft_model(settings, files, description)
-    _check_role(parallel, settings.scheduler.kv_disk, draft)
+    draft, captured = _find_draft_model(settings, files, description)
+    _check_role(parallel, settings.scheduler.kv_disk, None if captured else draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
-    if mtp:
-        specs = tuple(structs.replace(spec, mtp=True) for spec in specs)
+    specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured) for spec in specs)
+    if captured:
+        description = replace(description, payload_elements=(1 + len(captured)) * description.hidden_size)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
         tensors = read_tensors(files)
         specs = tuple(
@@ -390,14 +394,18 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
     return drafts, speculation.speculative_method == "mtp"
 
 
-def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelDescription) -> ModelFiles | None:
-    """Return the draft model that the settings name; None without one.
+def _find_draft_model(
+    settings: Settings, files: ModelFiles, description: ModelDescription
+) -> tuple[ModelFiles | None, tuple[int, ...]]:
+    """Return the draft model or EAGLE-3 head that the settings name, and the layers whose outputs a head reads; (None, ())
+    without one.
 
     Raises ConfigError if its tokens differ from those of the model in `files`, ModelError if the model is unusable.
     """
-    name = with_speculative_config(settings.speculation).draft_model
+    chosen = with_speculative_config(settings.speculation)
+    name, captured = chosen.draft_model, tuple[int, ...]()
     if not name:
-        return None
+        return None, captured
     if settings.model.weights_from == "head":
         raise ConfigError(
             f"--draft-model {name}: is read from the machine of the rank that samples, which "
@@ -405,9 +413,16 @@ def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelD
             param="draft_model",
         )
     draft = resolve(name)
+    if chosen.speculative_method == "eagle3":
+        require_mlx_vlm("EAGLE-3 heads are computed")
+        captured = read_eagle3(draft, description).layers
+        if not (draft.path / "tokenizer.json").is_file():  # most heads have none: their vocabulary is the model's
+            return draft, captured
+    elif is_eagle3(read_config(draft.path)):
+        raise ConfigError(f"--draft-model {name}: is an EAGLE-3 head; add --speculative-method eagle3", param="draft_model")
     ours = load_tokenizer(files, trust_remote_code=settings.model.trust_remote_code)
     theirs = load_tokenizer(draft, trust_remote_code=settings.model.trust_remote_code)
-    for token in range(max(description.vocab_size, describe(draft).vocab_size)):
+    for token in range(description.vocab_size if captured else max(description.vocab_size, describe(draft).vocab_size)):
         mine, other = ours.token_bytes(token), theirs.token_bytes(token)
         if mine != other:
             raise ConfigError(
@@ -415,4 +430,4 @@ def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelD
                 f"{other!r} there and {mine!r} here; choose a smaller model of the same family",
                 param="draft_model",
             )
-    return draft
+    return draft, captured

@@ -30,9 +30,9 @@ PROOF = 8192
 
 
 def _speculation(layout: RankGroupLayout) -> str:
-    """Return the speculation method for `/model/info`: `ngram`, `draft_model`, `mtp` or `off` with the reason."""
-    if layout.ranks[0].mtp:
-        return "mtp"
+    """Return the speculation method for `/model/info`: `ngram`, `draft_model`, `mtp`, `eagle3` or `off` with the reason."""
+    if layout.ranks[0].has_head:
+        return "mtp" if layout.ranks[0].mtp else "eagle3"
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
     return f"off: {layout.description.no_drafts}".removesuffix(": ")
@@ -252,7 +252,7 @@ def _kv_reach(rank_group: RankGroup) -> list[str]:
 def _kv_disk(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
     if not layout.ranks[0].kv_disk:
         return "off"
-    if layout.ranks[0].draft_path:
+    if layout.ranks[0].draft_path and not layout.ranks[0].has_head:
         return "off: a draft model's KV is not kept"
     if trouble := next((ready.disk_trouble for ready in ranks if ready.disk_trouble), ""):
         return f"off: {trouble}"

@@ -26,6 +26,7 @@ from tandem.loading.prefix import kinds_of, last_positions, members, trimmable
 from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
+from tandem.models.eagle3 import describe_draft
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, picture_bytes, rank_weights, token_bytes, tower_bytes
 from tandem.models.pictures import why_blind
 from tandem.models.shard import Shard, plan_shards
@@ -34,8 +35,9 @@ from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
+from tandem.runner.heads.eagle3 import load_eagle3
+from tandem.runner.heads.mtp import load_mtp_head
 from tandem.runner.links import StageLink
-from tandem.runner.mtp_head import load_mtp_head
 from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pictures import Encoder, PictureFeatures
 from tandem.runner.ragged_attention import chosen_attention
@@ -74,6 +76,7 @@ def load_slice(
         fuse=_fuses(spec),
         max_loras=spec.max_loras,
     )
+    stage.capture(spec.captured_layers)
     log.info("Sharded model loaded successfully")
     log.info("computing on %s", device_name())
     return stage
@@ -85,8 +88,9 @@ def _fuses(spec: StageSpec) -> bool:
 
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Raise OutOfMemory if the rank's weights exceed its memory. Needs only the files' headers."""
-    draft = describe(_draft_files(spec)) if spec.samples and spec.draft_path else None
-    need = rank_weights(describe(files), spec, draft, gpu=on_gpu())
+    description = describe(files)
+    draft = describe_draft(_draft_files(spec), spec, description) if spec.samples and spec.draft_path else None
+    need = rank_weights(description, spec, draft, gpu=on_gpu())
     allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
     if need > allowed:
         raise OutOfMemory(
@@ -120,20 +124,18 @@ def load_drafter(spec: StageSpec, target: StageModel, model_files: ModelFiles | 
     if not spec.samples or not (spec.draft_path or spec.mtp):
         return None
     drafter = partial(Drafter, micro_batches=spec.micro_batches, drafts=spec.drafts, vocab_size=spec.vocab_size)
-    if spec.mtp:
+    dequantize = dequantizes(spec.dequantize, gpu=on_gpu())
+    if spec.has_head:
         files = model_files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
-        head = load_mtp_head(files, describe(files), target, dequantize=dequantizes(spec.dequantize, gpu=on_gpu()))
-        log.info("Draft head loaded: %s", files.name)
-        return drafter(head, target=target)
+        head = _draft_files(spec) if spec.captured_layers else files
+        log.info("Loading draft head: %s", head.name)
+        if spec.captured_layers:
+            return drafter(load_eagle3(head, files, target, dequantize=dequantize))
+        return drafter(load_mtp_head(files, describe(files), target, dequantize=dequantize))
     files = _draft_files(spec)
     description = describe(files)
     stage = load_stage(
-        files,
-        description,
-        range(description.num_layers),
-        dtype=spec.dtype,
-        dequantize=dequantizes(spec.dequantize, gpu=on_gpu()),
-        fuse=_fuses(spec),
+        files, description, range(description.num_layers), dtype=spec.dtype, dequantize=dequantize, fuse=_fuses(spec)
     )
     log.info("Draft model loaded: %s", files.name)
     return drafter(stage)
@@ -173,7 +175,7 @@ def build_runner(
         vocabulary=vocabulary,
         drafts=spec.drafts,
         drafter=load_drafter(spec, stage, files),
-        head=spec.mtp,
+        head=spec.has_head,
         attention=chosen_attention(spec.attention),
         disk=disk,
         pictures=_pictures(spec, stage, files),
@@ -195,7 +197,7 @@ def _open_disk(
     spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None], lending: Lending | None
 ) -> tuple[KVDisk | None, str]:
     """Open the disk cache. Return (cache, error): no cache if it is off, unsupported by the model's caches, or unusable."""
-    if not spec.kv_disk or spec.draft_path or unsupported(stage.cache_members, stage.dtype):
+    if not spec.kv_disk or (spec.draft_path and not spec.has_head) or unsupported(stage.cache_members, stage.dtype):
         return None, ""
     description = describe(files)
     shard = shard_of(spec, description, dequantizes(spec.dequantize, gpu=on_gpu()))

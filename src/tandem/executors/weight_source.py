@@ -73,7 +73,7 @@ def obtain_files(
     `accept` is called once headers are present, before weights are transferred, and may raise. `progress` is called with
     (bytes present, total bytes). Raises RankFailure after `patience_s` seconds of silence of the head, and UsageError.
     """
-    layers, mtp = range(*spec.layers), spec.mtp and spec.samples
+    layers, mtp = range(*spec.layers), spec.has_head and spec.samples
     if head is not None:
         client = BlobClient(head.endpoint, head.keys, patience_s=patience_s)
         try:

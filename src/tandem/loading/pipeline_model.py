@@ -25,7 +25,7 @@ from tandem.loading.adapters import Adapters
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache
-from tandem.loading.seams import Placeholder
+from tandem.loading.seams import CapturedLayer, Placeholder
 from tandem.loading.shard_modules import at, put
 from tandem.loading.stage_caches import GroupedMask, NotedLayer, OtherStageCache, cache_kind
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
@@ -65,6 +65,8 @@ class PipelineModel:
         """mlx-lm's modules; `put_layer` replaces them with loaded ones."""
         self._made = make_prompt_cache(model)
         self._received = _Received()
+        self._captures: tuple[int, ...] = ()
+        self._captured: list[mx.array] = []
         self._family = family
         before = {id(module): set(module) for module in model.modules()}
         self._cache_of, self._extras, self._forwarded_of, self._stage_payload = self._trace()
@@ -84,8 +86,13 @@ class PipelineModel:
 
     @property
     def width(self) -> int:
-        """Elements per position in the payload to the next stage."""
-        return self._stage_payload.width
+        """Elements per position in the payload from the previous stage, or to the next one of the first stage."""
+        earlier = sum(i < self.own.start for i in self._captures)
+        return self._stage_payload.width + earlier * self._stage_payload.hidden.width
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Append the outputs of these layers of the model, in order, to the payload and to the last stage's hidden states."""
+        self._captures, self._in_run = tuple(layers), []
 
     def put_layer(self, i: int, layer: nn.Module) -> None:
         """Replace the model's layer `i` with `layer`."""
@@ -105,8 +112,8 @@ class PipelineModel:
         """Map the input to hidden states [B, L, H]: tokens [B, L] on the first stage, elsewhere the previous stage's
         output.
 
-        Other values that later layers need are appended: [B, L, H + ...]. `caches` are those of `make_caches`, or
-        batches of such.
+        Other values that later layers need are appended, and then captured states: [B, L, H + ...]. `caches` are those of
+        `make_caches`, or batches of such.
         """
         full: list[Any] = [
             self._elsewhere(i, caches) if at is None else functools.reduce(operator.getitem, at, caches)
@@ -129,9 +136,15 @@ class PipelineModel:
             zeros = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.float32)
             caches[self._counter].update_and_fetch(zeros, zeros)
         out = out if isinstance(out, tuple) else (out,)
+        sent = (*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded)
         if self.own.stop == len(self.layers):
-            return self._stage_payload.packed(self._as_sent(out)[: 1 + len(self._stage_payload.carried) * bool(self._residuals)])
-        return self._stage_payload.packed((*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded))
+            sent = self._as_sent(out)[: 1 + len(self._stage_payload.carried) * bool(self._residuals)]
+        packed = self._stage_payload.packed(sent)
+        if not self._captures:
+            return packed
+        earlier = [x[..., self._stage_payload.width :]] if self.own.start else []
+        states, self._captured[:] = [state.astype(packed.dtype) for state in self._captured], []
+        return mx.concatenate([packed, *earlier, *states], axis=-1)
 
     def head(self, h: mx.array) -> mx.array:
         """Map hidden states [B, L, H] of the last layer to logits [B, L, V]."""
@@ -206,6 +219,8 @@ class PipelineModel:
             return _OtherStage(layer, self._extras[i], self._family.hidden, inputs, i == len(self.layers) - 1)
         if ArraysCache in map(type, members(self._made[at] for at in [self._cache_of[i]] if at is not None)):
             layer = NotedLayer(layer, self.adapters)
+        if i in self._captures:
+            layer = CapturedLayer(layer, self._captured)
         if forwarded:
             layer = _TakesForwarded(layer, _ForwardedInputs(self._received, forwarded), take=self.own.start > 0)
         if i < last:

@@ -176,3 +176,18 @@ class Placeholder:
 
     def __contains__(self, name: object) -> bool:
         return name in self._layer
+
+
+class CapturedLayer(Placeholder):
+    """Placeholder for a layer whose output is appended to `states` too."""
+
+    def __init__(self, layer: nn.Module | Placeholder, states: list[mx.array]) -> None:
+        """Store the layer and the list."""
+        super().__init__(layer)
+        self._states = states
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Call the layer, and keep its hidden states."""
+        out = self._layer(*args, **kwargs)
+        self._states.append(out[0] if isinstance(out, tuple) else out)
+        return out

@@ -125,7 +125,8 @@ class StageModel:
         self._kv: tuple[Groups | None, ...] = ()
 
     def forward(self, x: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
-        """Run this stage's layers; return hidden states [B, L, H]. Keys, values and states are appended to `caches`.
+        """Run this stage's layers; return hidden states [B, L, H], and captured ones behind them. Keys, values and states
+        are appended to `caches`.
 
         `x` is tokens [B, L] (int32) on the first stage, elsewhere the previous stage's output.
         """
@@ -138,6 +139,11 @@ class StageModel:
             return mx.concatenate(parts)
         h = self._pipeline_model.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Hand the outputs of these layers of the model on to the last stage, behind its hidden states, for a draft head."""
+        self._pipeline_model.capture(layers)
+        self.hidden_size = self._pipeline_model.width
 
     def replace_layers(self, replaced: Callable[[int, nn.Module], nn.Module]) -> None:
         """Replace each own layer, given by its number, with what `replaced` returns for it."""

@@ -136,7 +136,8 @@ def import_lazily() -> None:
     spec = importlib.util.find_spec("mlx_vlm")
     assert spec is not None and spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0])
-    for place in (root, root / "speculative", *(root / "models").iterdir()):
+    heads = root / "speculative" / "drafters"
+    for place in (root, heads.parent, heads, *heads.iterdir(), *(root / "models").iterdir()):
         if (place / "__init__.py").is_file():
             name = ".".join(("mlx_vlm", *place.relative_to(root).parts))
             own = importlib.util.spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])

@@ -245,7 +245,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
             max_context=facts.max_context(),
             payload_elements=facts.payload(family),
-            dtype=_stored_dtype(tensors),
+            dtype=stored_dtype(tensors),
             quantization=quantization.settings,
             tied_head=tied,
             layer_bytes=layers,
@@ -445,7 +445,7 @@ def _whole_bytes(sizes: dict[str, int], count: int, name: str) -> tuple[int, ...
     return tuple(whole(layer) for layer in layers)
 
 
-def _stored_dtype(tensors: dict[str, TensorInfo]) -> str:
+def stored_dtype(tensors: dict[str, TensorInfo]) -> str:
     """Return the embedding's type, which activations use; if it is quantised without float scales, the most common type."""
     sizes: dict[str, int] = {}
     for name, info in tensors.items():

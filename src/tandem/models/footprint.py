@@ -85,8 +85,12 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
 def mtp_stored(description: ModelDescription, start: int, ranks: int) -> int:
     """Return the stored bytes of the draft head, whole, on one of the `ranks` of the last stage, whose layers begin at `start`.
     With an embedding or output projection of its own where the rank has none or a part."""
-    embed = description.embed_bytes if start and (ranks > 1 or not description.tied_head) else 0
-    return description.mtp_bytes + embed + (description.head_bytes if ranks > 1 else 0)
+    return description.mtp_bytes + own_embedding(description, start, ranks) + (description.head_bytes if ranks > 1 else 0)
+
+
+def own_embedding(description: ModelDescription, start: int, ranks: int) -> int:
+    """Return the stored bytes of the embedding that a draft head needs beside the last stage's: 0 if that has all of it."""
+    return description.embed_bytes if start and (ranks > 1 or not description.tied_head) else 0
 
 
 def mtp_position(description: ModelDescription, item: int) -> int:
@@ -104,6 +108,9 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
         own += int(mtp_stored(description, spec.layers[0], spec.tp_size) * expansion(description, spec.dtype, expand, gpu=gpu))
     if draft is None:
         return own
+    if spec.captured_layers and not draft.embed_bytes:
+        shared = own_embedding(description, spec.layers[0], spec.tp_size)
+        own += int(shared * expansion(description, spec.dtype, expand, gpu=gpu))
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
 
 

@@ -102,7 +102,9 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     drafts: int = 0
     """Maximum draft tokens per sequence and step; 0 without speculative decoding."""
     draft_path: str = ""
-    """Directory of the draft model, used by the sampling rank; empty for none."""
+    """Directory of the draft model or EAGLE-3 head, used by the sampling rank; empty for none."""
+    captured_layers: tuple[int, ...] = ()
+    """Layers whose outputs travel to the sampling rank, for an EAGLE-3 head at `draft_path`; empty for another or none."""
     mtp: bool = False
     """True if the sampling rank loads the draft head that the model carries."""
     trust_remote_code: bool = False
@@ -121,6 +123,11 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Maximum bytes of that directory."""
     kv_space: str = ""
     """Key of this model, adapter and KV type within that directory."""
+
+    @property
+    def has_head(self) -> bool:
+        """True if the sampling rank drafts with a head."""
+        return self.mtp or bool(self.captured_layers)
 
     @property
     def share(self) -> float:

@@ -3,7 +3,8 @@
 It gets all information from plans, and computes itself how many drafts were accepted. Its rows hold the KV of all accepted
 tokens. It reads a prompt beside the model's own chunks, and what it lacks, as after a prefix hit, in chunks of the next steps,
 so that no step waits for all of it. A head reads each token together with the model's hidden state of the position before,
-which the runner notes. Positions whose state is missing are left out of the head's KV: only its accuracy suffers.
+which the runner notes. A cached prefix has the head's KV too, since a hit computes no states. Positions whose state is missing
+are left out of the head's KV: only its accuracy suffers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import mlx.core as mx
 
 from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.loading.prefix import Prefix, trimmable
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
-from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
+from tandem.protocol.kv_blocks import BLOCK_SIZE
+from tandem.protocol.step import SavePrefixOp, SpecDecodeRow, StepPlan, accepted
+from tandem.runner.heads.eagle3 import Eagle3Head
+from tandem.runner.heads.mtp import MTPHead
 from tandem.runner.kv_store import KVStore
-from tandem.runner.mtp_head import MTPHead
 
 CHUNK = 512
 """Maximum tokens fed in one forward pass, and of those that a draft model lacks in one step."""
@@ -43,6 +47,8 @@ class _Known:
     """Caches of what is read, while the sequence has no row."""
     states: list[tuple[mx.array, int, range]] = field(default_factory=list)
     """Hidden states that a head has not read, from position `held - 1` on: array [B, L, H], row and positions in it."""
+    boundary: tuple[int, mx.array | None] = 0, None
+    """Tokens before the last boundary of KV blocks in its prompt so far, and the hidden state [1, 1, H] of the last of them."""
 
     @property
     def row_length(self) -> int:
@@ -110,11 +116,9 @@ class Drafted:
 class Drafter:
     """Draft model or head, with the KV of a runner's micro-batches. Not thread-safe: used by the thread that owns MLX."""
 
-    def __init__(
-        self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int, target: StageModel | None = None
-    ) -> None:
+    def __init__(self, stage: StageModel | Eagle3Head, *, micro_batches: int, drafts: int, vocab_size: int) -> None:
         """Store the model. `stage`: the whole draft model, or a draft head; `vocab_size`: the target model's; `drafts`: maximum
-        drafts requested; `target`: last stage of the model that a head reads the states of.
+        drafts requested.
 
         Raises UnsupportedModel for a draft model whose sequences cannot be computed together.
         """
@@ -123,13 +127,14 @@ class Drafter:
                 f"the draft model decodes its sequences one by one, as {stage.one_by_one}: name another one", param="draft_model"
             )
         self.stage = stage
-        """Whole draft model, as one stage."""
-        self._head = stage if isinstance(stage, MTPHead) else None
-        self._target = target
+        """Whole draft model, as one stage, or draft head."""
+        self._head = stage if isinstance(stage, MTPHead | Eagle3Head) else None
         self._drafts = drafts
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
         self._known: dict[str, _Known] = {}
+        self._prefixes: dict[str, tuple[Prefix, mx.array]] = {}
+        """By key of a cached prefix: a head's KV of its tokens, and the model's hidden state [1, 1, H] of the last one."""
         self._asked = True
         """True unless the last plan that decoded asked for no drafts."""
         self._room = 0
@@ -140,6 +145,11 @@ class Drafter:
         """Bytes of KV of all micro-batches."""
         apart = sum(int(cache.nbytes) for known in self._known.values() for cache in known.caches or ())
         return apart + sum(store.nbytes for store in self._stores)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of a head's KV in cached prefixes."""
+        return sum(array.nbytes for kept, state in self._prefixes.values() for array in (*kept.arrays, state))
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
@@ -152,6 +162,12 @@ class Drafter:
             first, params = int(self._head is not None), insert.params
             reads = not (params.penalised or params.structured_outputs is not None)
             self._known[insert.request_id] = _Known(list(insert.tokens), reads, first, first)
+        for op in plan.restores:
+            known = self._known[op.request_id]
+            if op.key in self._prefixes and op.length > 1 and known.reads:
+                kept, state = self._prefixes[op.key]
+                known.held, known.caches = op.length, kept.revived(op.length - 1)
+                known.states = [(state, 0, range(1))] if kept.length == op.length - 1 else []
         if plan.decode:
             self._asked = plan.spec_decode_plan is not None and plan.spec_decode_plan.ask > 0
         if (spec := plan.spec_decode_plan) is None:
@@ -176,9 +192,25 @@ class Drafter:
             return
         if self._head is not None:
             known.note(position, hidden, row, count)
+            if (end := (position + count) // BLOCK_SIZE * BLOCK_SIZE) > position:
+                known.boundary = end, hidden[row : row + 1, end - 1 - position : end - position]
             self._read(known, min(len(known.tokens) - known.held, known.pending))
         else:
             self._read(known, min(count, len(known.tokens) - 1 - known.held))
+
+    def save(self, op: SavePrefixOp) -> None:
+        """Keep a head's KV of a cached prefix of its prompt, which ends with a KV block, unless positions are missing."""
+        known = self._known[op.request_id]
+        end, state = known.boundary
+        if state is None or end != op.length or known.caches is None or known.skipped > 1 or not trimmable(known.caches):
+            return
+        kept, state = Prefix.of(known.caches, end - 1).copied(), mx.contiguous(state)
+        dispatch(kept.arrays, state)
+        self._prefixes[op.key] = kept, state
+
+    def evict(self, key: str) -> None:
+        """Drop what is kept of a cached prefix, if anything."""
+        self._prefixes.pop(key, None)
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
         """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
@@ -252,15 +284,10 @@ class Drafter:
         known.caches = caches = known.caches or self.stage.make_caches()
         while count > 0:
             chunk = known.tokens[known.held : known.held + min(count, CHUNK)]
-            states = self._states(known.read(len(chunk))) if self._head is not None else None
+            states = self._head.states(known.read(len(chunk))) if self._head is not None else None
             self._forward(mx.array([chunk], dtype=mx.int32), caches, states)
             known.held, count = known.held + len(chunk), count - len(chunk)
             dispatch([cache.state for cache in caches])
-
-    def _states(self, hidden: mx.array) -> mx.array:
-        """Return a head's input for the model's hidden states [B, L, H]: those after its last norm."""
-        assert self._target is not None
-        return self._target.final(hidden)
 
     def _guess(self, store: KVStore, count: int) -> Drafted:
         ids = store.ids
@@ -271,7 +298,7 @@ class Drafter:
         if self._head is not None:
             rows = [self._known[one].read(len(row)) for one, row in zip(ids, fed, strict=True)]
             rows = [mx.pad(row, [(0, 0), (0, width - row.shape[1]), (0, 0)]) if row.shape[1] < width else row for row in rows]
-            states = self._states(mx.concatenate(rows) if len(rows) > 1 else rows[0])
+            states = self._head.states(mx.concatenate(rows) if len(rows) > 1 else rows[0])
         hidden = self._forward(tokens, store.batch([len(row) for row in fed]), states)
         last = mx.array([len(row) - 1 for row in fed], dtype=mx.int32)[:, None, None]
         hidden = mx.take_along_axis(hidden, last, axis=1)
@@ -290,10 +317,12 @@ class Drafter:
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.
         tokens = mx.minimum(tokens, self.stage.vocab_size - 1)
-        if self._head is not None and states is not None:
-            return self._head.join(tokens, states, caches)
+        if isinstance(self.stage, MTPHead | Eagle3Head):
+            assert states is not None
+            return self.stage.join(tokens, states, caches)
         return self.stage.forward(tokens, caches)
 
     def _likeliest(self, hidden: mx.array) -> mx.array:
         """Return int32 [rows]: the most likely tokens, from hidden states [rows, 1, H]."""
-        return mx.argmax(self.stage.head(hidden)[:, -1, : self._vocab], axis=-1).astype(mx.int32)
+        found = mx.argmax(self.stage.head(hidden)[:, -1, : self._vocab], axis=-1).astype(mx.int32)
+        return self._head.tokens(found) if self._head is not None else found

@@ -183,6 +183,8 @@ class Runner:
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
+                    if self.drafter is not None:
+                        self.drafter.save(saves[op.request_id])
                     micro_batch.save(saves.pop(op.request_id))
                 if op.last and op.samples:
                     micro_batch.join(op.request_id)
@@ -190,13 +192,15 @@ class Runner:
             self._prefixes.store(store)
         for key in plan.evicts:
             self._prefixes.evict(key)
+            if self.drafter is not None:
+                self.drafter.evict(key)
         self._hand_out(plan, pending)
         if self.drafter is not None and plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
             pending.drafted = self._draft(self.drafter, plan, plan.spec_decode_plan.ask, pending)
         if plan.digest:
             dispatch(pending.received, pending.made)
         pending.kv_bytes = sum(one.nbytes for one in self._micro_batches) + (self.drafter.nbytes if self.drafter else 0)
-        pending.prefix_bytes = self._prefixes.nbytes
+        pending.prefix_bytes = self._prefixes.nbytes + (self.drafter.prefix_bytes if self.drafter else 0)
         return pending
 
     def encode(self, order: EncodePicture) -> str:

@@ -14,7 +14,8 @@ from tandem.errors import OutOfMemory, UsageError
 from tandem.kv.budget import held_sequences
 from tandem.launchers.host_addresses import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
-from tandem.models.description import ModelDescription, describe
+from tandem.models.description import ModelDescription
+from tandem.models.eagle3 import describe_draft
 from tandem.models.footprint import picture_bytes, rank_position, rank_states, rank_weights
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
@@ -96,7 +97,7 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
             # The ranks of a machine get equal shares, so the largest rank sets the size.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
             per_token[name] = per_token.get(name, 0) + sum(
-                rank_position(layout.description, spec, _draft(spec), gpu=machines.gpu) for spec in specs
+                rank_position(layout.description, spec, _draft(layout, spec), gpu=machines.gpu) for spec in specs
             )
     if not machines.memory:
         return Footprint(weights, {}, 0, context)
@@ -156,14 +157,15 @@ def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int
     """Return the bytes of a rank's weights and adapters, of pictures, and of recurrent states for `sequences` sequences."""
     pictures = 0 if spec.layers[0] else picture_bytes(layout.description)
     states = pictures + rank_states(layout.description, spec, sequences, gpu=gpu)
-    return states + rank_weights(layout.description, spec, _draft(spec), gpu=gpu)
+    return states + rank_weights(layout.description, spec, _draft(layout, spec), gpu=gpu)
 
 
-def _draft(spec: StageSpec) -> ModelDescription | None:
-    """Return the draft model of the rank, which only the sampling stage has; else None."""
+def _draft(layout: RankGroupLayout, spec: StageSpec) -> ModelDescription | None:
+    """Return the draft model or EAGLE-3 head of the rank, which only the sampling stage has; else None."""
     if not (spec.samples and spec.draft_path):
         return None
-    return describe(ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name))
+    files = ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name)
+    return describe_draft(files, spec, layout.description)
 
 
 def _mib(count: int) -> str:

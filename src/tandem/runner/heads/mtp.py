@@ -75,11 +75,20 @@ class _Paths(NamedTuple):
 class MTPHead(StageModel):
     """Draft head, as a stage whose forward pass also reads hidden states."""
 
-    def __init__(self, pipeline_model: PipelineModel, *rest: Any) -> None:
-        """Store the head's modules: see StageModel."""
+    def __init__(self, target: StageModel, pipeline_model: PipelineModel, *rest: Any) -> None:
+        """Store the head's modules: see StageModel. `target`: last stage of the model."""
         super().__init__(pipeline_model, *rest)
+        self._target = target
         self._model = pipeline_model.model
         self._paths = _Paths.of(pipeline_model.path)
+
+    def states(self, hidden: mx.array) -> mx.array:
+        """Return the head's input for the model's hidden states [B, L, H]: those after its last norm."""
+        return self._target.final(hidden)
+
+    def tokens(self, ids: mx.array) -> mx.array:
+        """Return the ids, which are the model's."""
+        return ids
 
     def join(self, tokens: mx.array, states: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
         """Return the head's hidden states [B, L, H] after its norm, for tokens [B, L] that follow `states` [B, L, H]."""
@@ -171,4 +180,4 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
     pipeline_model = PipelineModel(model, range(1), family)
     nbytes = sum(array.nbytes for module in modules.values() for _, array in tree_flatten(module.parameters()))
     adapters = Adapters(pipeline_model.path, description, None, stage.dtype, 0)
-    return MTPHead(pipeline_model, modules, replace(description, num_layers=1), stage.dtype, nbytes, adapters)
+    return MTPHead(stage, pipeline_model, modules, replace(description, num_layers=1), stage.dtype, nbytes, adapters)
