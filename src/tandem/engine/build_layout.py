@@ -85,7 +85,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
             param="data_parallel_size",
         )
     files = resolve(model.model, revision=model.revision, weights=False)
-    description = describe(files)
+    description = describe(files, vision=model.vision != "off")
     require_dry_run(files.path, description)
     if files.headers is not None and model.weights_from == "head":
         files = resolve(model.model, revision=model.revision)
@@ -210,6 +210,8 @@ def _stage_specs(
             kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
             kv_dtype=settings.scheduler.kv_dtype,
             kv_space=kv_space(model, files) if kv_disk else "",
+            vision=model.vision != "off",
+            encoder_seconds=settings.scheduler.step_timeout if model.vision_rank == "own" else 0.0,
         )
         for stage, layers in enumerate(ranges)
         for part in range(sizes[stage])
@@ -225,6 +227,8 @@ def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
             "(--tensor-parallel-size gives it more)",
             backend,
         )
+    if layout.ranks[0].encoder_seconds and (why := why_blind(layout.description)):
+        log.warning("--vision-rank own does nothing here; the model takes no pictures: %s", why)
     if layout.profile is not None and launcher_kind(settings.parallel).here:
         log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")
 

@@ -13,6 +13,7 @@ from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import RankGroup
 from tandem.executors.watchdog import Slowness
 from tandem.kv.disk import DiskSpeed
+from tandem.models.pictures import why_blind
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
 from tandem.scheduler.scheduler import Scheduler
@@ -160,6 +161,7 @@ class StatusReport:
             hidden_size=layout.description.hidden_size,
             pooling=layout.pooling,
             generates=layout.description.generates,
+            blind=why_blind(layout.description),
             defaults=layout.defaults,
             ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in rank_group.ready],
@@ -189,6 +191,7 @@ class StatusReport:
             used_bytes=latest.used_bytes if latest else 0,
             state=self._state(ready.rank),
             stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0,
+            encoder_pid=self._rank_group.encoders.get(ready.rank, 0),
         )
 
     def _state(self, rank: int) -> str:

@@ -37,7 +37,7 @@ from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
 from tandem.runner.mtp_head import load_mtp_head
 from tandem.runner.picture_inputs import PictureInputs
-from tandem.runner.pictures import Encoder, PictureFeatures
+from tandem.runner.pictures import Encoder, EncoderProcess, PictureFeatures
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.system.origin import build
@@ -86,7 +86,7 @@ def _fuses(spec: StageSpec) -> bool:
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Raise OutOfMemory if the rank's weights exceed its memory. Needs only the files' headers."""
     draft = describe(_draft_files(spec)) if spec.samples and spec.draft_path else None
-    need = rank_weights(describe(files), spec, draft, gpu=on_gpu())
+    need = rank_weights(describe(files, vision=spec.vision), spec, draft, gpu=on_gpu())
     allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
     if need > allowed:
         raise OutOfMemory(
@@ -178,17 +178,18 @@ def build_runner(
         disk=disk,
         pictures=_pictures(spec, stage, files),
     )
-    return runner, _ready(spec, runner, trouble, describe(files) if files and stage.is_first else None)
+    return runner, _ready(spec, runner, trouble, describe(files, vision=spec.vision) if files and stage.is_first else None)
 
 
 def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureInputs | None:
     """Return the inputs of a rank's layers from pictures; None for models that take no pictures."""
-    if files is None or why_blind(description := describe(files)):
+    if files is None or why_blind(description := describe(files, vision=spec.vision)):
         return None
     if not stage.is_first:
         return PictureInputs(stage, description)
-    features = PictureFeatures(partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu())))
-    return PictureInputs(stage, description, features)
+    apart = EncoderProcess(spec, files, stage.dtype) if spec.encoder_seconds else None
+    load = partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu()))
+    return PictureInputs(stage, description, PictureFeatures(load, apart))
 
 
 def _open_disk(
@@ -243,7 +244,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str, first: ModelDescr
         kv_bytes_per_token=per_token,
         state_bytes=sum(stage.cache_bytes.state for stage in stages),
         window=max(map(last_positions, members(runner.stage.make_caches())), default=0),
-        picture_bytes=picture_bytes(first) + tower_bytes(first, spec, gpu=on_gpu()) if first else 0,
+        picture_bytes=picture_bytes(first, spec) + tower_bytes(first, spec, gpu=on_gpu()) if first else 0,
         memory_bytes=memory_bytes(),
         peak_bytes=peak_bytes(),
         gpu=on_gpu(),

@@ -13,6 +13,8 @@ FEATURE_BYTES = 256 * 2**20
 """Most bytes of features on each rank of the first stage, counted as float32."""
 INPUT_BYTES = 64 * 2**20
 """Most bytes of one picture's inputs."""
+OFF = "pictures are switched off on the server (--vision off)"
+"""Reason why pictures of a model that is served for text alone are not read."""
 _MROPE = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
@@ -40,7 +42,7 @@ def why_unread(config: JsonMapping) -> str:
 def why_blind(description: ModelDescription) -> str:
     """Return why a model takes no pictures; empty if it takes them."""
     if "vision" not in description.left_out:
-        return f"it is a text model (model_type {description.family})"
+        return f"it takes text alone (model_type {description.family})"
     return description.unread
 
 
