@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -125,13 +126,16 @@ def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
 
 
 def test_an_encoder_of_its_own_is_started_again_and_spares_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while idle it costs nothing; a picture that ends it each time is refused, and text beside it is answered."""
+    """Text is answered while a picture is encoded. Killed while idle it costs nothing; a picture that ends it each time is
+    refused."""
     path = seeing_model(tmp_path, "qwen3_vl")
-    killer = request("killer", "qwen3_vl", BEFORE, 5)
-    tried: list[int] = []
+    killer, slow = (request(name, "qwen3_vl", BEFORE, seed) for name, seed in (("killer", 5), ("slow", 8)))
+    tried, answered = list[int](), threading.Event()
 
     class Dying(Sandbox):
         def ask(self, task: bytes, wall_s: float) -> TaskReply | SandboxEnded:
+            if slow.pictures[0].key.encode() in task:
+                assert answered.wait(240)
             if killer.pictures[0].key.encode() not in task:
                 return super().ask(task, wall_s)
             tried.append(1)
@@ -150,6 +154,8 @@ def test_an_encoder_of_its_own_is_started_again_and_spares_others(tmp_path: Path
             [encoder] = encoders()
             assert [rank.encoder_pid for rank in ask(llm, Engine.status).ranks] == [encoder.pid]
             encoder.kill()
+        ended = answers(llm, slow, text, seen=lambda event: event.finish_reason and event.request_id == "text" and answered.set())
+        assert [len(tokens) for tokens in ended.values()] == [PARAMS.max_tokens] * 2
         with pytest.raises(RequestError, match="made no pixel_values") as broken:
             answers(llm, replace(text, pictures=(blank,)))
         with pytest.raises(ServerError, match="died 3 times in a row") as died:
