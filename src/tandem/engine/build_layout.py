@@ -31,7 +31,6 @@ from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
-from tandem.models.pictures import why_blind
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.planner.profile import Profile, read_profile
@@ -150,7 +149,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
 
 def _note_senses(name: str, description: ModelDescription) -> None:
     """Log what of a multimodal model is served."""
-    if not (why := why_blind(description)):
+    if not (why := description.unread):
         log.info("%s: its vision tower is loaded with the first picture", name)
     elif description.left_out:
         log.warning(
@@ -227,7 +226,7 @@ def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
             "(--tensor-parallel-size gives it more)",
             backend,
         )
-    if layout.ranks[0].encoder_seconds and (why := why_blind(layout.description)):
+    if layout.ranks[0].encoder_seconds and (why := layout.description.unread):
         log.warning("--vision-rank own does nothing here; the model takes no pictures: %s", why)
     if layout.profile is not None and launcher_kind(settings.parallel).here:
         log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tandem.engine.recovery import RankGroup
 from tandem.errors import OverloadedError, RequestError
-from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES, why_blind
+from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES
 from tandem.protocol.control import EngineMessage, Refused
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
 from tandem.protocol.request import EngineRequest
@@ -40,7 +40,7 @@ class PictureManager:
     def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
         """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
         sequences leave no room."""
-        if why := why_blind(self._group.layout.description):
+        if why := self._group.layout.description.unread:
             raise RequestError(
                 f"{self._group.layout.served_name} takes no pictures: {why}; send text alone",
                 param="messages",

@@ -13,7 +13,6 @@ from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import RankGroup
 from tandem.executors.watchdog import Slowness
 from tandem.kv.disk import DiskSpeed
-from tandem.models.pictures import why_blind
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
 from tandem.scheduler.scheduler import Scheduler
@@ -161,7 +160,7 @@ class StatusReport:
             hidden_size=layout.description.hidden_size,
             pooling=layout.pooling,
             generates=layout.description.generates,
-            blind=why_blind(layout.description),
+            blind=layout.description.unread,
             defaults=layout.defaults,
             ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in rank_group.ready],

@@ -27,7 +27,6 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, picture_bytes, rank_weights, token_bytes, tower_bytes
-from tandem.models.pictures import why_blind
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
@@ -183,7 +182,7 @@ def build_runner(
 
 def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureInputs | None:
     """Return the inputs of a rank's layers from pictures; None for models that take no pictures."""
-    if files is None or why_blind(description := describe(files, vision=spec.vision)):
+    if files is None or (description := describe(files, vision=spec.vision)).unread:
         return None
     if not stage.is_first:
         return PictureInputs(stage, description)

@@ -170,7 +170,7 @@ class ModelDescription:
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
     unread: str = ""
-    """Reason why its pictures are not read, if it sees; empty if they are."""
+    """Reason why it takes no pictures; empty if it takes them."""
     generates: bool = True
     """Whether the model has an output projection. A model stored without one (as by sentence-transformers) only embeds;
     the embedding then serves as projection."""
@@ -222,7 +222,7 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
     kv_heads = facts.kv_heads()
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     layer_type = _layer_type(files.path, str(name))
-    unread = why_unread(config) if vision else OFF
+    unread = why_unread(config) or ("" if vision else OFF)
     known = facts.config
     with known.named():
         caches = layer_caches(known, facts.num_layers, 2 * kv_heads * head_dim)

@@ -111,8 +111,7 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
 
 def tower_bytes(description: ModelDescription, spec: StageSpec, *, gpu: bool) -> int:
     """Return the bytes in memory of the vision tower, which each rank of the first stage has whole."""
-    expand = dequantizes(spec.dequantize, gpu=gpu)
-    return int(description.vision_bytes * expansion(description, spec.dtype, expand, gpu=gpu))
+    return int(description.vision_bytes * expansion(description, spec.dtype, dequantizes(spec.dequantize, gpu=gpu), gpu=gpu))
 
 
 def picture_bytes(description: ModelDescription, spec: StageSpec | None = None) -> int:

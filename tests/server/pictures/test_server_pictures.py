@@ -334,9 +334,12 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     see(tmp_path, "qwen2_5_vl")
     with running_engine(tmp_path, blind=OFF) as fake, running_server(MODEL, fake) as live:
         refused(ask(live, good), "--vision off")
-    assert "'unseen_vl'" in why_unread({"model_type": "unseen_vl", "vision_config": {"depth": 1}})
-    assert "both directions" in why_unread({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}})
-    assert "is scaled" in why_unread({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"rope_type": "yarn"}}})
+    for name, text, why in (
+        ("unseen_vl", {}, "'unseen_vl'"),
+        ("gemma4", {"use_bidirectional_attention": "vision"}, "both directions"),
+        ("qwen3_vl", {"rope_scaling": {"rope_type": "yarn"}}, "is scaled"),
+    ):
+        assert why in why_unread({"model_type": name, "vision_config": {"depth": 1}, "text_config": text})
     monkeypatch.setattr("tandem.server.chats.pictures.find_spec", lambda name: None)
     refused(ask(seeing, good), "mlx-tandem[vision]")
 
