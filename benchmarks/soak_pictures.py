@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import json
 import random
@@ -16,13 +17,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 from harness import Server, table, tandem_server
 from soak_budgets import PLACES, storm
+from soak_processes import Processes
 from soak_requests import Outcome, Request, ask, same
 
 from processors import encoded, mutants, noise, see
 from seeing import IMAGE, seeing_model
 
+APART = {"vision_rank": "own"}
+LAYOUTS = PLACES | {
+    "one rank, encoder apart": ({**PLACES["one rank"][0], **APART}, ("encoder", "engine")),
+    "pp 2, encoder apart": ({**PLACES["pp 2"][0], **APART}, ("rank", "encoder")),
+}
+"""Options of `tandem serve` and what is killed, by layout. Every third new encoder is killed in its first second too, while it
+loads or encodes."""
 FAMILY = "mistral3"
 NEW = 40
 """Tokens of each answer."""
@@ -50,8 +60,8 @@ def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) 
     """Ask for `count` answers over all layouts, and print a table; True when all is well."""
     model = _model(directory)
     rows, well = [], True
-    for number, (name, (flags, roles)) in enumerate(PLACES.items()):
-        share, began, found = count // len(PLACES) + (number < count % len(PLACES)), time.monotonic(), Found()
+    for number, (name, (flags, roles)) in enumerate(LAYOUTS.items()):
+        share, began, found = count // len(LAYOUTS) + (number < count % len(LAYOUTS)), time.monotonic(), Found()
         log = folder / f"pictures-{name.replace(' ', '')}.log"
         with tandem_server(model, 1, log=log, max_restarts=1000, start_timeout=120, device=device, **flags) as server:
             _stormed(server, share, found, random.Random(f"{seed}/{name}"), roles)
@@ -162,4 +172,23 @@ def _stormed(server: Server, count: int, found: Found, rng: random.Random, roles
         elif not same(got.answer, expected[at].answer):
             found.different.append(f"{many} pictures: not as alone")
 
+    over, processes = threading.Event(), Processes(server)
+
+    def kill_new() -> None:
+        seen = {one.pid for one, role in processes.living().items() if role == "encoder"}
+        spared = 0
+        while not over.wait(0.05):
+            new = [one for one, role in processes.living().items() if role == "encoder" and one.pid not in seen]
+            seen.update(one.pid for one in new)
+            for one in new:
+                if spared == 0 and not over.wait(rng.random()):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+                        found.kills["SIGKILL new encoder"] += 1
+                spared = (spared + 1) % 3
+
+    killing = threading.Thread(target=kill_new)
+    killing.start()
     storm(server, work, count, judge, found, rng, roles)
+    over.set()
+    killing.join()

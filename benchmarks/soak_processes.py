@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import psutil
 from harness import Server
 
-ROLES = {"api": "api", "engine": "engine", "tandem.executors.worker": "rank", "tandem.processes.sandbox_child": "worker"}
+ROLES = {
+    "api": "api",
+    "engine": "engine",
+    "encoder": "encoder",
+    "tandem.executors.worker": "rank",
+    "tandem.processes.sandbox_child": "worker",
+}
 """Words of command lines, and what such processes are. The rest: supervisor, and what lives for moments."""
 
 

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import psutil
 import pytest
 from msgspec.structs import replace
 from safetensors.numpy import save
 
-from seeing import IMAGE, VISION, alone, prompt_with, seeing_model
+from pids import gone
+from seeing import GRIDS, IMAGE, VISION, alone, prompt_with, seeing_model
 from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.checkpoints.resolve import resolve
+from tandem.engine.engine import Engine
 from tandem.engine.pictures import FEATURE_BYTES, INPUT_BYTES
 from tandem.engine.thread import Event
-from tandem.errors import OverloadedError, RequestError
+from tandem.errors import BrokenModel, OverloadedError, RequestError, ServerError
 from tandem.loading.stage import load_stage
-from tandem.models.description import describe
+from tandem.models.description import describe, of_vision
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
+from tandem.processes.sandbox import Sandbox, SandboxEnded, TaskReply
 from tandem.protocol.control import EngineMessage
-from tandem.protocol.pictures import EncodePicture, PictureEncoded, hashed
+from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded, hashed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp
 from tandem.runner.picture_inputs import PictureInputs
-from tandem.runner.pictures import Encoder, PictureFeatures
+from tandem.runner.pictures import Encoder, EncoderProcess, PictureFeatures
 from tandem.scheduler.sequence import Sequence
 from tandem.testing import tiny_model
 from thread_ranks import ThreadGroup, ThreadRank
@@ -120,6 +125,64 @@ def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
         assert found[name] == alone(path, "qwen3_vl", PARAMS.max_tokens, *prompts[name])
 
 
+def test_an_encoder_of_its_own_is_started_again_and_spares_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is answered while a picture is encoded. Killed while idle it costs nothing; a picture that ends it each time is
+    refused."""
+    path = seeing_model(tmp_path, "qwen3_vl")
+    killer, slow = (request(name, "qwen3_vl", BEFORE, seed) for name, seed in (("killer", 5), ("slow", 8)))
+    tried, answered = list[int](), threading.Event()
+
+    class Dying(Sandbox):
+        def ask(self, task: bytes, wall_s: float) -> TaskReply | SandboxEnded:
+            if slow.pictures[0].key.encode() in task:
+                assert answered.wait(240)
+            if killer.pictures[0].key.encode() not in task:
+                return super().ask(task, wall_s)
+            tried.append(1)
+            return SandboxEnded(False, "was ended by SIGSEGV")
+
+    def encoders() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children() if not gone(one.pid) and "encoder" in one.cmdline()]
+
+    monkeypatch.setattr("tandem.runner.pictures.Sandbox", Dying)
+    text = EngineRequest(request_id="text", prompt=BEFORE, params=PARAMS)
+    blank = Picture(key="0" * 64, start=1, length=12, inputs=save({"image_grid_thw": np.array([GRIDS[0]])}))
+    with LLM(str(path), vision_rank="own", prefill_chunk=16) as llm:
+        for seed, name in enumerate("ab"):
+            found = answers(llm, request(name, "qwen3_vl", BEFORE, seed, AFTER), replace(text, request_id=f"beside {name}"))
+            assert found[name] == alone(path, "qwen3_vl", PARAMS.max_tokens, BEFORE, seed, AFTER)
+            [encoder] = encoders()
+            assert [rank.encoder_pid for rank in ask(llm, Engine.status).ranks] == [encoder.pid]
+            encoder.kill()
+        ended = answers(llm, slow, text, seen=lambda event: event.finish_reason and event.request_id == "text" and answered.set())
+        assert [len(tokens) for tokens in ended.values()] == [PARAMS.max_tokens] * 2
+        with pytest.raises(RequestError, match="made no pixel_values") as broken:
+            answers(llm, replace(text, pictures=(blank,)))
+        with pytest.raises(ServerError, match="died 3 times in a row") as died:
+            answers(llm, killer)
+        assert len(answers(llm, text)["text"]) == PARAMS.max_tokens
+        assert ask(llm, lambda engine: engine.rank_group.restarts) == 0
+    assert (broken.value.status, died.value.status, died.value.code, sum(tried)) == (400, 500, "rank_failure", 3)
+    assert not encoders()
+
+
+def test_models_that_see_are_served_for_text_alone(tmp_path: Path) -> None:
+    """With `--vision off` nothing is loaded or kept for pictures, and the prefix of the text is computed as ever."""
+    path = seeing_model(tmp_path, "qwen3_vl")
+    text = EngineRequest(request_id="text", prompt=BEFORE, params=PARAMS)
+    found = []
+    for vision in ("auto", "off"):
+        with LLM(str(path), vision=vision) as llm:
+            found.append(answers(llm, text))
+            status, kept = ask(llm, lambda engine: (engine.status(), engine.rank_group.ready[0].picture_bytes))
+    assert found[0] == found[1] and kept == 0 and "--vision off" in status.blind
+    files = resolve(str(path))
+    stored = mx.load(str(path / "model.safetensors"))
+    mx.save_safetensors(str(path / "model.safetensors"), {name: one for name, one in stored.items() if not of_vision(name)})
+    with pytest.raises(BrokenModel, match="has no weights of a vision tower; get the whole model, or give --vision off"):
+        EncoderProcess(None, files, mx.float32)
+
+
 def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> None:
     """mlx-vlm would read other memory there."""
     files = resolve(str(seeing_model(tmp_path, "pixtral")))
@@ -198,5 +261,5 @@ def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypa
             refusals.append(pictures.take(PictureEncoded(0, key, "no memory"), llm.engine.scheduler))
 
         assert len(answers(llm, good, seen=fail)["good"]) == PARAMS.max_tokens and not any(refusals)
-    with LLM(str(tiny_model(tmp_path / "b"))) as llm, pytest.raises(RequestError, match="takes no pictures: it is a text model"):
+    with LLM(str(tiny_model(tmp_path / "b"))) as llm, pytest.raises(RequestError, match="takes no pictures: it takes text alone"):
         answers(llm, good)

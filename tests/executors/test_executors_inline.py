@@ -44,7 +44,7 @@ class StuckRunner:
     """Computes for good."""
 
     waiting = False
-    disk = None
+    disk = pictures = None
 
     def __init__(self, over: threading.Event) -> None:
         self.over = over

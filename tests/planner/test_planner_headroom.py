@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from tandem.models.description import ModelDescription
-from tandem.planner.cost import RUNTIME_BYTES, Costs, RankShare
+from tandem.models.footprint import RUNTIME_BYTES
+from tandem.planner.cost import Costs, RankShare
 from tandem.planner.hardware import Machine
 from tandem.planner.presets import Planned, planned, presets
 from tandem.planner.types import Request

@@ -246,6 +246,8 @@ def _picture(look: Look) -> Group:
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
         parts += [Text(_UNITS, "dim")] if ranks else []
         parts += [Text(f"no. {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
+        encoders = [(one["rank"], one["host"], one["encoder_pid"]) for one in ranks if one.get("encoder_pid")]
+        parts += [Text(f"no. {rank} ({host}): pictures are encoded in process {pid}") for rank, host, pid in encoders]
     named = {replica["replica"]: f"replica {replica['replica']}: " if len(replicas) > 1 else "" for replica in replicas}
     parts += [Text(f"{named[replica['replica']]}{replica['detail']}") for replica in replicas if replica["detail"]]
     parts += [Text(line, "yellow") for line in _builds(look)]

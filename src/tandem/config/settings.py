@@ -88,6 +88,12 @@ class ModelSettings:
     """Largest rank of a LoRA adapter that is loaded while serving."""
     trust_remote_code: bool = False
     """Let the tokenizer run Python code that comes with the model."""
+    vision: Literal["auto", "off"] = "auto"
+    """Pictures of a model that sees. off: it is served for text alone: no vision tower is loaded, no memory is kept for
+    pictures, and they are refused."""
+    vision_rank: Literal["first", "own"] = "first"
+    """Where pictures are encoded. first: on the ranks of the first stage, between two steps; own: in a process of its own
+    beside each of them, so that running requests do not wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ from tandem.models.eagle3 import is_eagle3, read_eagle3
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
-from tandem.models.pictures import why_blind
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.models.sources import require_mlx_vlm
@@ -88,7 +87,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
             param="data_parallel_size",
         )
     files = resolve(model.model, revision=model.revision, weights=False)
-    description = describe(files)
+    description = describe(files, vision=model.vision != "off")
     require_dry_run(files.path, description)
     if files.headers is not None and model.weights_from == "head":
         files = resolve(model.model, revision=model.revision)
@@ -154,7 +153,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
 
 def _note_senses(name: str, description: ModelDescription) -> None:
     """Log what of a multimodal model is served."""
-    if not (why := why_blind(description)):
+    if not (why := description.unread):
         log.info("%s: its vision tower is loaded with the first picture", name)
     elif description.left_out:
         log.warning(
@@ -214,6 +213,8 @@ def _stage_specs(
             kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
             kv_dtype=settings.scheduler.kv_dtype,
             kv_space=kv_space(model, files) if kv_disk else "",
+            vision=model.vision != "off",
+            encoder_seconds=settings.scheduler.step_timeout if model.vision_rank == "own" else 0.0,
         )
         for stage, layers in enumerate(ranges)
         for part in range(sizes[stage])
@@ -229,6 +230,8 @@ def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
             "(--tensor-parallel-size gives it more)",
             backend,
         )
+    if layout.ranks[0].encoder_seconds and (why := layout.description.unread):
+        log.warning("--vision-rank own does nothing here; the model takes no pictures: %s", why)
     if layout.profile is not None and launcher_kind(settings.parallel).here:
         log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tandem.engine.recovery import RankGroup
 from tandem.errors import OverloadedError, RequestError
-from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES, why_blind
+from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES
 from tandem.protocol.control import EngineMessage, Refused
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
 from tandem.protocol.request import EngineRequest
@@ -34,13 +34,13 @@ class PictureManager:
         """Order that ranks have not answered yet."""
         self._step = -1
         """Step that was next when the last order was sent."""
-        self._answers: dict[int, str] = {}
-        """Answers so far by rank: errors, or empty texts."""
+        self._answers: dict[int, PictureEncoded] = {}
+        """Answers so far by rank."""
 
     def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
         """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
         sequences leave no room."""
-        if why := why_blind(self._group.layout.description):
+        if why := self._group.layout.description.unread:
             raise RequestError(
                 f"{self._group.layout.served_name} takes no pictures: {why}; send text alone",
                 param="messages",
@@ -100,7 +100,7 @@ class PictureManager:
         tokens = sequence.tokens[picture.start : picture.start + picture.length]
         self.encoding, self._answers = EncodePicture(picture.key, tokens, picture.inputs, self._evicts), {}
         self._evicts, self._step = [], scheduler.next_step
-        for one in scheduler.waiting:
+        for one in scheduler.waiting if not self._group.layout.ranks[0].encoder_seconds else ():
             one.encoding = picture.key in _keys([one])
         self._group.executor.encode(self.encoding)
 
@@ -108,24 +108,27 @@ class PictureManager:
         """Take a rank's answer. Return the refusals of waiting requests whose picture some rank could not encode."""
         if self.encoding is None or report.key != self.encoding.key:
             return []
-        self._answers[report.rank] = report.error
+        self._answers[report.rank] = report
+        self._group.encoders[report.rank] = report.pid
         if len(self._answers) < sum(spec.layers[0] == 0 for spec in self._group.layout.ranks):
             return []
-        order, error = self.encoding, next(filter(None, self._answers.values()), "")
-        self.encoding = None
+        order, self.encoding = self.encoding, None
+        failed = next((one for one in self._answers.values() if one.error), None)
         users = [one for one in scheduler.waiting if one.awaits_pictures and order.key in _keys([one])]
         for sequence in users:
             sequence.encoding = False
-        if not error:
+        if failed is None:
             self._held[order.key] = self._bytes(len(order.tokens))
             return []
         self._evicts.append(order.key)  # another rank may hold it
         lost = [one.request_id for one in users if scheduler.abort(one.request_id)]
-        return [Refused(request_id, 400, error, code="picture_not_encoded", param="messages") for request_id in lost]
+        status, code = (500, "rank_failure") if failed.died else (400, "picture_not_encoded")
+        return [Refused(request_id, status, failed.error, code=code, param="messages") for request_id in lost]
 
     def forget(self) -> None:
         """Forget what ranks held, as they have ended; their successors encode again."""
         self._held.clear()
+        self._group.encoders.clear()
         self._evicts, self.encoding = [], None
 
 

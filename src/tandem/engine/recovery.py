@@ -76,6 +76,8 @@ class RankGroup:
         """`Ready` of each rank, in rank order; empty while none runs."""
         self.adapters = {adapter.name: adapter for adapter in layout.adapters}
         """LoRA adapters that the ranks hold, by name."""
+        self.encoders: dict[int, int] = {}
+        """Id of the process that encodes pictures beside a rank; 0 if the rank encodes."""
         self.history = History(KEPT_EVENTS)
         self.neighbours: list[tuple[str, str]] = []
         """(`Ready.store`, endpoint) of KV directories of other replicas."""

@@ -160,6 +160,7 @@ class StatusReport:
             hidden_size=layout.description.hidden_size,
             pooling=layout.pooling,
             generates=layout.description.generates,
+            blind=layout.description.unread,
             defaults=layout.defaults,
             ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in rank_group.ready],
@@ -189,6 +190,7 @@ class StatusReport:
             used_bytes=latest.used_bytes if latest else 0,
             state=self._state(ready.rank),
             stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0,
+            encoder_pid=self._rank_group.encoders.get(ready.rank, 0),
         )
 
     def _state(self, rank: int) -> str:

@@ -28,7 +28,6 @@ from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
 from tandem.models.eagle3 import describe_draft
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, picture_bytes, rank_weights, token_bytes, tower_bytes
-from tandem.models.pictures import why_blind
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
@@ -39,7 +38,7 @@ from tandem.runner.heads.eagle3 import load_eagle3
 from tandem.runner.heads.mtp import load_mtp_head
 from tandem.runner.links import StageLink
 from tandem.runner.picture_inputs import PictureInputs
-from tandem.runner.pictures import Encoder, PictureFeatures
+from tandem.runner.pictures import Encoder, EncoderProcess, PictureFeatures
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.system.origin import build
@@ -88,7 +87,7 @@ def _fuses(spec: StageSpec) -> bool:
 
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Raise OutOfMemory if the rank's weights exceed its memory. Needs only the files' headers."""
-    description = describe(files)
+    description = describe(files, vision=spec.vision)
     draft = describe_draft(_draft_files(spec), spec, description) if spec.samples and spec.draft_path else None
     need = rank_weights(description, spec, draft, gpu=on_gpu())
     allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
@@ -180,17 +179,18 @@ def build_runner(
         disk=disk,
         pictures=_pictures(spec, stage, files),
     )
-    return runner, _ready(spec, runner, trouble, describe(files) if files and stage.is_first else None)
+    return runner, _ready(spec, runner, trouble, describe(files, vision=spec.vision) if files and stage.is_first else None)
 
 
 def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureInputs | None:
     """Return the inputs of a rank's layers from pictures; None for models that take no pictures."""
-    if files is None or why_blind(description := describe(files)):
+    if files is None or (description := describe(files, vision=spec.vision)).unread:
         return None
     if not stage.is_first:
         return PictureInputs(stage, description)
-    features = PictureFeatures(partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu())))
-    return PictureInputs(stage, description, features)
+    apart = EncoderProcess(spec, files, stage.dtype) if spec.encoder_seconds else None
+    load = partial(Encoder, files, stage.dtype, dequantize=dequantizes(spec.dequantize, gpu=on_gpu()))
+    return PictureInputs(stage, description, PictureFeatures(load, apart))
 
 
 def _open_disk(
@@ -245,7 +245,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str, first: ModelDescr
         kv_bytes_per_token=per_token,
         state_bytes=sum(stage.cache_bytes.state for stage in stages),
         window=max(map(last_positions, members(runner.stage.make_caches())), default=0),
-        picture_bytes=picture_bytes(first) + tower_bytes(first, spec, gpu=on_gpu()) if first else 0,
+        picture_bytes=picture_bytes(first, spec) + tower_bytes(first, spec, gpu=on_gpu()) if first else 0,
         memory_bytes=memory_bytes(),
         peak_bytes=peak_bytes(),
         gpu=on_gpu(),

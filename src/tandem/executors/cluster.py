@@ -309,10 +309,10 @@ class ClusterExecutor(Executor):
 
     def encode(self, order: EncodePicture) -> None:
         """Send the order to the ranks of the first stage."""
-        first = [spec.rank for spec in self._specs if spec.layers[0] == 0]
+        first = [spec for spec in self._specs if spec.layers[0] == 0]
         self._watchdog.encodes(first, time.monotonic())
-        for rank in first:
-            self._send(rank, order)
+        for spec in first:
+            self._send(spec.rank, order)
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Return the ranks' reports; check processes and progress if there are none. Waits at most 0.1 s."""

@@ -93,7 +93,7 @@ class InlineExecutor(Executor):
     def encode(self, order: EncodePicture) -> None:
         """Queue the order for the thread that owns the device."""
         loop, _ = self._started()
-        self._watchdog.encodes([0], time.monotonic())
+        self._watchdog.encodes([self._spec], time.monotonic())
         loop.submit(order)
 
     def collect(self, timeout_s: float) -> list[Report]:

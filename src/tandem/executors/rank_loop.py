@@ -77,6 +77,8 @@ class RankLoop:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._runner is not None and self._runner.pictures is not None and self._runner.pictures.features is not None:
+            self._runner.pictures.features.close()
         if self._runner is not None and self._runner.disk is not None:
             self._runner.disk.close(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
@@ -89,12 +91,13 @@ class RankLoop:
             while (plan := self._plans.get()) is not None:
                 if isinstance(plan, LoadAdapter):
                     self._mailbox.put(runner.adapt(plan, self._rank))
-                    continue
-                if isinstance(plan, EncodePicture):
-                    self._mailbox.put(PictureEncoded(self._rank, plan.key, runner.encode(plan)))
-                    continue
-                self._begun = plan.step_id
-                self._steps.put(runner.execute(plan))
+                elif isinstance(plan, EncodePicture):
+                    assert runner.pictures is not None and runner.pictures.features is not None
+                    if (error := runner.pictures.features.encode(plan, self._mailbox.put)) is not None:
+                        self._mailbox.put(PictureEncoded(self._rank, plan.key, error))
+                else:
+                    self._begun = plan.step_id
+                    self._steps.put(runner.execute(plan))
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
             self._mailbox.put(error)
         finally:

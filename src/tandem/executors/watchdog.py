@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from tandem.errors import RankFailure
 from tandem.protocol.control import Pong, Stepped
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.pictures import PictureEncoded
 from tandem.protocol.step import GrammarReady, StepPlan
 
@@ -287,10 +288,12 @@ class Watchdog:
         """Record that the sampling rank has compiled a grammar."""
         self._compiling.discard(report.request_id)
 
-    def encodes(self, ranks: Iterable[int], now: float) -> None:
-        """Record that these ranks encode a picture. It takes longer than steps, so the deadline is the whole `step_timeout`."""
+    def encodes(self, ranks: Iterable[StageSpec], now: float) -> None:
+        """Record that these ranks encode a picture, where they do so themselves. It takes longer than steps, so the deadline is
+        the whole `step_timeout`."""
         self._wake(now)
-        self._encoding, self._progress_at = set(ranks), now
+        if encoding := {spec.rank for spec in ranks if not spec.encoder_seconds}:
+            self._encoding, self._progress_at = encoding, now
 
     def answered(self, pong: Pong, now: float) -> None:
         """Record a rank's answer to a ping."""

@@ -77,7 +77,7 @@ def obtain_files(
     if head is not None:
         client = BlobClient(head.endpoint, head.keys, patience_s=patience_s)
         try:
-            return fetch_slice(client, spec.model_name, layers, progress, mtp=mtp, accept=accept)
+            return fetch_slice(client, spec.model_name, layers, progress, mtp=mtp, vision=spec.vision, accept=accept)
         except TransportError as error:
             raise RankFailure(f"{spec.label}: {error.message}", rank=spec.rank) from error
         finally:
@@ -85,7 +85,8 @@ def obtain_files(
     if spec.hub:
         files = hub_model(spec.hub)
         accept(files)
-        return download_files(files, owned_files(read_headers(files), layers, describe(files), mtp=mtp), progress)
+        description = describe(files, vision=spec.vision)
+        return download_files(files, owned_files(read_headers(files), layers, description, mtp=mtp), progress)
     path = path_here(spec.model_path, spec.home)
     if path == demo_path():
         fetch_demo(progress)

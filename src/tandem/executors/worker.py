@@ -15,13 +15,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.stored import path_here
 from tandem.comm.blas import preload_blas
 from tandem.crash_guard import own_process, start_thread
@@ -31,6 +32,7 @@ from tandem.errors import RankFailure, TandemError
 from tandem.executors.weight_source import Head, obtain_adapter, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
+from tandem.models.footprint import dequantizes
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from tandem.executors.rank_loop import Event, RankLoop, Report
     from tandem.loading.stage import StageModel
     from tandem.runner.links import StageLink
+    from tandem.runner.pictures import PictureFeatures
     from tandem.runner.runner import Runner
 
 log = logging.getLogger("tandem.executors.worker")
@@ -188,6 +191,26 @@ class Worker:
             loop.submit(obtain_adapter(order, self._payload.keys))
         except TandemError as error:
             mailbox.put(AdapterLoaded(self._spec.rank, order.adapter.index, error=str(error)))
+
+
+def encode_picture(spec: StageSpec, files: ModelFiles, dtype: str, order: EncodePicture) -> tuple[str, bytes, int]:
+    """Encode a picture in a process beside the rank of `spec`. `dtype`: that of the rank. Return why it cannot be encoded, empty
+    if it was, its features as safetensors, and the id of this process."""
+    features = _encoding(spec, files, dtype)
+    return features.encode(order) or "", features.pack(order.key), os.getpid()
+
+
+@cache
+def _encoding(spec: StageSpec, files: ModelFiles, dtype: str) -> PictureFeatures:
+    preload_blas(spec.blas)
+    import_models_only()
+    import mlx.core as mx
+
+    from tandem.loading.memory import choose_device, on_gpu
+    from tandem.runner.pictures import Encoder, PictureFeatures
+
+    choose_device(spec.device)
+    return PictureFeatures(partial(Encoder, files, getattr(mx, dtype), dequantize=dequantizes(spec.dequantize, gpu=on_gpu())))
 
 
 def main(*words: str) -> None:

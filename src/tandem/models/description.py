@@ -25,7 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
-from tandem.models.pictures import deepstack, mrope_section, why_unread
+from tandem.models.pictures import OFF, deepstack, mrope_section, why_unread
 from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.models.sources import has_mlx_vlm
 
@@ -170,7 +170,7 @@ class ModelDescription:
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
     unread: str = ""
-    """Reason why its pictures are not read, if it sees; empty if they are."""
+    """Reason why it takes no pictures; empty if it takes them."""
     generates: bool = True
     """Whether the model has an output projection. A model stored without one (as by sentence-transformers) only embeds;
     the embedding then serves as projection."""
@@ -193,8 +193,8 @@ class ModelDescription:
         return heads + (1 - heads) * whole
 
 
-def describe(files: ModelFiles) -> ModelDescription:
-    """Read and check a model; headers of its weights suffice.
+def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
+    """Read and check a model; headers of its weights suffice. Without `vision` its pictures are not read.
 
     Raise `BrokenModel` for damaged files, `UnsupportedModel` for a model that cannot run. Unlisted types of mlx-lm are
     described too: call `require_dry_run` (models/dry_run.py) before serving one.
@@ -222,6 +222,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     kv_heads = facts.kv_heads()
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     layer_type = _layer_type(files.path, str(name))
+    unread = why_unread(config) or ("" if vision else OFF)
     known = facts.config
     with known.named():
         caches = layer_caches(known, facts.num_layers, 2 * kv_heads * head_dim)
@@ -253,11 +254,11 @@ def describe(files: ModelFiles) -> ModelDescription:
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
-            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if not why_unread(config) and has_mlx_vlm() else 0,
+            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if not unread and has_mlx_vlm() else 0,
             mrope_section=mrope_section(str(name), known),
             deepstack=deepstack(config),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
-            unread=why_unread(config),
+            unread=unread,
             generates=not headless,
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
             **facts.shares(layer_type),

@@ -23,6 +23,8 @@ MOST_EXPERTS = 8
 """Experts of a token that are counted where the description does not tell their number."""
 _FUSED_HEAD_DIMS = (64, 80, 128)
 """Head dimensions for which MLX's GPU attention is fused and stores no scores."""
+RUNTIME_BYTES = 512 * 2**20
+"""Memory of Python, MLX and compiled kernels per process that computes, in bytes."""
 _SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
 """Bits of scale per group; affine mode has a scale and a bias of the model's type."""
 
@@ -116,13 +118,14 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
 
 def tower_bytes(description: ModelDescription, spec: StageSpec, *, gpu: bool) -> int:
     """Return the bytes in memory of the vision tower, which each rank of the first stage has whole."""
-    expand = dequantizes(spec.dequantize, gpu=gpu)
-    return int(description.vision_bytes * expansion(description, spec.dtype, expand, gpu=gpu))
+    return int(description.vision_bytes * expansion(description, spec.dtype, dequantizes(spec.dequantize, gpu=gpu), gpu=gpu))
 
 
-def picture_bytes(description: ModelDescription) -> int:
-    """Return the most bytes of pictures on a rank of the first stage: cached features, and the inputs of one under way."""
-    return FEATURE_BYTES + INPUT_BYTES if description.vision_bytes else 0
+def picture_bytes(description: ModelDescription, spec: StageSpec | None = None) -> int:
+    """Return the most bytes of pictures on a rank of the first stage: cached features, the inputs of one under way, and the
+    encoder's process, if `spec` has one."""
+    process = RUNTIME_BYTES if spec is not None and spec.encoder_seconds else 0
+    return process + FEATURE_BYTES + INPUT_BYTES if description.vision_bytes else 0
 
 
 # ---- keys, values and states

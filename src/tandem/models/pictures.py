@@ -13,6 +13,8 @@ FEATURE_BYTES = 256 * 2**20
 """Most bytes of features on each rank of the first stage, counted as float32."""
 INPUT_BYTES = 64 * 2**20
 """Most bytes of one picture's inputs."""
+OFF = "pictures are switched off on the server (--vision off)"
+"""Reason why pictures of a model that is served for text alone are not read."""
 _MROPE = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
@@ -26,8 +28,10 @@ ENCODERS = {name: name for name in ("gemma3", "gemma4", "mistral3", "pixtral", *
 
 
 def why_unread(config: JsonMapping) -> str:
-    """Return why pictures of a model that sees are not read; empty if they are."""
+    """Return why a model's pictures are not read; empty if they are."""
     model_type, text = str(config.get("model_type")), _entries(config, "text_config") or config
+    if not config.get("vision_config"):
+        return f"it takes text alone (model_type {model_type})"
     if model_type not in ENCODERS:
         return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
     if model_type in _MROPE and not mrope_section(model_type, text):
@@ -35,13 +39,6 @@ def why_unread(config: JsonMapping) -> str:
     if model_type == "gemma4" and text.get("use_bidirectional_attention"):
         return "this gemma4 reads its pictures in both directions (use_bidirectional_attention), which is not done yet"
     return ""
-
-
-def why_blind(description: ModelDescription) -> str:
-    """Return why a model takes no pictures; empty if it takes them."""
-    if "vision" not in description.left_out:
-        return f"it is a text model (model_type {description.family})"
-    return description.unread
 
 
 def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:

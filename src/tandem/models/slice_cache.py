@@ -54,11 +54,13 @@ def fetch_slice(
     *,
     limit: int = CHUNK,
     mtp: bool = False,
+    vision: bool = True,
     accept: Callable[[ModelFiles], None] = lambda files: None,
 ) -> ModelFiles:
     """Fetch the parts of model `name` that a stage with `layers` needs, unless this machine has them already.
 
-    `limit` is the most bytes per request; `mtp`: with the draft head. `accept` is called once the headers are present,
+    `limit` is the most bytes per request; `mtp`: with the draft head; `vision`: with the vision tower.
+    `accept` is called once the headers are present,
     and may raise to refuse.
     Raise `BrokenModel` for files that are not a model's, UsageError if they cannot be stored here, and the source's
     errors.
@@ -73,7 +75,7 @@ def fetch_slice(
         _fetch_headers(source, weights, root / "headers")
         here = ModelFiles(root, name, headers=root / "headers")
         accept(here)
-        plans = plan_parts(read_headers(here), layers, describe(here), mtp=mtp)
+        plans = plan_parts(read_headers(here), layers, describe(here, vision=vision), mtp=mtp)
         _fetch_parts(source, plans, root / "parts", progress, limit)
         used(root)
     except OSError as error:

@@ -39,8 +39,6 @@ FLOPS_EFFICIENCY = 0.65
 """Fraction of the nominal FLOP/s that prefill reaches."""
 EXPERT_OVERHEAD = 2.5
 """Factor on a machine's overhead per layer for layers with experts, which launch more kernels."""
-RUNTIME_BYTES = 512 * 2**20
-"""Memory of Python, MLX and compiled kernels per rank, in bytes."""
 _LARGEST = {2: 0.564, 3: 0.846, 4: 1.029, 5: 1.163, 6: 1.267, 7: 1.352, 8: 1.424}
 """Expected largest of n standard normal samples, by n."""
 
@@ -185,7 +183,7 @@ class Costs:
             alone=alone,
         )
         activations += footprint.picture_bytes(self.model) if first else 0
-        return RUNTIME_BYTES + activations + (2 * streams * self.model.vocab_size * 4 if last else 0)
+        return footprint.RUNTIME_BYTES + activations + (2 * streams * self.model.vocab_size * 4 if last else 0)
 
     def chunk(self, machine: int) -> int:
         """Return the prompt tokens per prefill step."""

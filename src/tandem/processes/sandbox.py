@@ -7,6 +7,7 @@ that exceeds its limits or crashes ends only its sandbox process.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from multiprocessing import Pipe
@@ -50,8 +51,8 @@ class SandboxTask(Struct, frozen=True):
     """Wall-clock seconds after which the process is killed."""
 
     def encoded(self) -> bytes:
-        """Return the task in msgpack, as `Sandbox.ask` takes it."""
-        return msgspec.msgpack.encode(self)
+        """Return the task in msgpack, as `Sandbox.ask` takes it. Paths become texts."""
+        return msgspec.msgpack.encode(self, enc_hook=os.fspath)
 
 
 class _BaseReply(Struct, kw_only=True):
@@ -118,11 +119,12 @@ _decode = msgspec.msgpack.Decoder(TaskReply).decode
 class Sandbox:
     """One process, started at its first task. `ask` blocks; `end` may be called from another thread at any time."""
 
-    def __init__(self, output: int) -> None:
-        """Store `output`, a file descriptor for the process's output, or subprocess.DEVNULL."""
+    def __init__(self, output: int | None, name: str = "worker") -> None:
+        """Store `output`, a descriptor for the process's output, or subprocess.DEVNULL, or None for this one's. Its command
+        line has `name`."""
         self.usable = True
         """True while further tasks can be sent."""
-        self._output = output
+        self._output, self._name = output, name
         self._late = ""
         self._process: ChildProcess | None = None
         self._connection: Connection | None = None
@@ -168,9 +170,9 @@ class Sandbox:
                         MODULE,
                         b"",
                         env=environment,
-                        name="worker",
+                        name=self._name,
                         output=self._output,
-                        arguments=(str(theirs.fileno()),),
+                        arguments=(str(theirs.fileno()), self._name),
                         pass_fds=(theirs.fileno(),),
                     )
             return self._connection if self.usable else None

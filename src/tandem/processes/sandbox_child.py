@@ -104,7 +104,7 @@ def reply_to(task: SandboxTask, limits: ProcessLimits | None) -> TaskReply:
         module = importlib.import_module(task.module)
         function = getattr(module, task.function)
         hints = get_type_hints(function)
-        arguments = {name: msgspec.convert(value, hints[name]) for name, value in task.arguments.items()}
+        arguments = {name: msgspec.convert(value, hints[name], dec_hook=type.__call__) for name, value in task.arguments.items()}
         if task.prepare:
             getattr(module, task.prepare)(**arguments)
         if limits is not None:

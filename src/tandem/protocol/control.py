@@ -166,6 +166,8 @@ class RankInfo(Struct, frozen=True):
     """Version and digest of the rank's code."""
     stage_latency_s: float = field(name="handoff_s", default=0.0)
     """Recent median seconds from the previous stage's output to its arrival here; 0 while unmeasured."""
+    encoder_pid: int = 0
+    """Id of the process beside the rank that encodes pictures; 0 without one, and before the first picture."""
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
@@ -235,6 +237,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Pooling of embeddings; None if the model needs an unsupported pooling."""
     generates: bool = True
     """True if the model has an output projection; without one it only embeds."""
+    blind: str = ""
+    """Reason why the model takes no pictures; empty if it takes them."""
     draft_tokens: int = 0
     """Draft tokens proposed by speculative decoding."""
     accepted_tokens: int = 0
@@ -358,7 +362,7 @@ class Ready(Struct, frozen=True, tag=True):
     state_bytes: int = 0
     """Bytes per sequence independent of its length: states of recurrent layers."""
     picture_bytes: int = 0
-    """Bytes to keep free for pictures: vision tower, features, and the inputs of one."""
+    """Bytes to keep free for pictures: vision tower, its process, features, and the inputs of one."""
     window: int = 0
     """Positions of the largest sliding window or chunk."""
     own_memory: bool = False

@@ -123,6 +123,10 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Maximum bytes of that directory."""
     kv_space: str = ""
     """Key of this model, adapter and KV type within that directory."""
+    vision: bool = True
+    """False if pictures are refused, and no vision tower is loaded."""
+    encoder_seconds: float = 0.0
+    """Most seconds for a picture in an encoder process beside the rank; 0 if ranks encode themselves."""
 
     @property
     def has_head(self) -> bool:

@@ -76,6 +76,10 @@ class PictureEncoded(Struct, frozen=True, tag=True):
     rank: int
     key: str
     error: str = ""
+    died: bool = False
+    """True if the encoder's own process ended each time."""
+    pid: int = 0
+    """Id of that process; 0 without one."""
 
 
 def hashed(prompt: Sequence[int], pictures: Iterable[Picture]) -> list[int]:

@@ -21,6 +21,8 @@ REFUSE_AFTER = 2
 """Crashes alone, at the same position, before the request is refused."""
 ANYWHERE = 10
 """Crashes alone at any positions before the request is refused."""
+ENCODER_DEATHS = 3
+"""Ends of an encoder's process in a row with the same picture, which runs alone there, before its requests are refused."""
 CLEAR = 8
 """Positions beyond the last planned one at the crash that clear a suspect."""
 REST_S = 10.0

@@ -19,7 +19,7 @@ from tandem.loading.seams import Placeholder
 from tandem.loading.stage import Apart, StageModel
 from tandem.models.description import ModelDescription
 from tandem.models.pictures import rotary_axes
-from tandem.protocol.pictures import EncodePicture, PictureSpan
+from tandem.protocol.pictures import PictureSpan
 from tandem.protocol.step import InsertOp, PrefillOp
 from tandem.runner.pictures import PictureFeatures
 
@@ -29,7 +29,7 @@ class PictureInputs:
 
     def __init__(self, stage: StageModel, description: ModelDescription, features: PictureFeatures | None = None) -> None:
         """Make the layers of `stage` take positions and features. `features`: those of the rank, on the first stage."""
-        self._stage, self._description, self._features = stage, description, features
+        self._stage, self._description, self.features = stage, description, features
         self._deep = range(stage.layers.start, description.deepstack)
         self._found: tuple[mx.array, mx.array] | None = None
         self.positions: mx.array | None = None
@@ -47,10 +47,6 @@ class PictureInputs:
                 module.rope = _Rope(rope, rotary_axes(self._description, rope.dims // 2), self)
         return _AddsFeatures(layer, self, i - self._stage.layers.start) if i in self._deep else layer
 
-    def encode(self, order: EncodePicture) -> str:
-        """Encode a picture. Return why it cannot be encoded, empty if it was."""
-        return self._features.encode(order) if self._features is not None else "only the first stage encodes pictures"
-
     def choose_rows(self, inserts: Sequence[InsertOp | None]) -> None:
         """Choose the decoding sequences of the next pass, by row; None for idle rows."""
         if self._description.mrope_section and any(one is not None and one.pictures for one in inserts):
@@ -67,8 +63,8 @@ class PictureInputs:
         elif self._description.mrope_section and any(spans for _, spans in chunks):
             shifts = [sum(span.shift for span in spans if span.stop <= op.start) for op, spans in chunks]
             self.positions = mx.array(shifts, mx.int32)
-        if seen and self._features is not None:
-            self._found = self._features.of(ops, inserts, width)
+        if seen and self.features is not None:
+            self._found = self.features.of(ops, inserts, width)
         elif seen:
             self.extra = len(self._deep) * self._description.hidden_size
 

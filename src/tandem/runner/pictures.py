@@ -1,4 +1,4 @@
-"""Pictures on a rank of the first stage: their encoder, which is mlx-vlm's, and their features (mlx).
+"""Pictures on a rank of the first stage: their encoder, which is mlx-vlm's, its process, and their features (mlx).
 
 An encoder is the vision tower and the projector behind it. It is loaded with the first picture, from the model's own
 weights.
@@ -7,22 +7,31 @@ weights.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
-from tandem.errors import BatchDesync, UsageError
+from tandem.crash_guard import start_thread
+from tandem.errors import BatchDesync, BrokenModel, UsageError
 from tandem.loading.mlx_lm_models import FAILURES
+from tandem.loading.stage_payload import dtype_name
 from tandem.loading.text_tower import build_whole
 from tandem.loading.weights import MLX_ERRORS, PartLoader, Weights, one_line, open_weights
 from tandem.models.description import describe
 from tandem.models.pictures import ENCODERS
 from tandem.models.sources import require_mlx_vlm
-from tandem.protocol.pictures import EncodePicture
+from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskDone
+from tandem.protocol.layout import StageSpec
+from tandem.protocol.pictures import EncodePicture, PictureEncoded
+from tandem.protocol.quarantine import ENCODER_DEATHS
 from tandem.protocol.step import InsertOp, PrefillOp
+
+log = logging.getLogger(__name__)
 
 _PIXELS = "pixel_values"
 
@@ -67,23 +76,17 @@ class Encoder:
             setattr(self._model, name, None)
         weights = open_weights(files, _Sanitizing(self._model), description)
         loader = PartLoader(
-            quantization=description.quantization,
-            dequantize=dequantize,
-            dtype=dtype,
-            keep=lambda name: False,
-            loaded=lambda nbytes: None,
+            quantization=description.quantization, dequantize=dequantize, dtype=dtype, keep=lambda _: False, loaded=lambda _: None
         )
         own = {name: array for name, array in weights.items() if name.partition(".")[0] in self._model}
         self._model = loader.load("", self._model, own)
         self._model.language_model = _Blank(description.hidden_size, dtype)
         self._dtype = dtype
         made = self._model.config
-        self._placeholder = next(
-            found for key in ("image_token_index", "image_token_id") if (found := getattr(made, key, None)) is not None
-        )
+        self._placeholder = getattr(made, "image_token_index", None) or made.image_token_id
 
-    def encode(self, tokens: Sequence[int], inputs: bytes) -> tuple[mx.array, mx.array]:
-        """Return a picture's features [L, H], zeros between its placeholders, and where these are: bool [L].
+    def encode(self, tokens: Sequence[int], inputs: bytes) -> dict[str, mx.array]:
+        """Return a picture's `features` [L, H], zeros between its placeholders, and where these are, `taken`: bool [L].
 
         Features that are added behind the first layers follow in the last axis: [L, H + layers * H].
         """
@@ -105,7 +108,7 @@ class Encoder:
         mx.eval(features, taken)
         if not mx.any(taken).item():
             raise ValueError(f"its tokens have no placeholder ({self._placeholder})")
-        return features, taken
+        return {"features": features, "taken": taken}
 
 
 class _Sanitizing:
@@ -121,20 +124,55 @@ class _Sanitizing:
         return weights
 
 
+class EncoderProcess:
+    """Encoder in a process of its own, which the first picture starts, and which is started again when it has ended."""
+
+    def __init__(self, spec: StageSpec, files: ModelFiles, dtype: mx.Dtype) -> None:
+        """Store the arguments of `encode_picture` (executors/worker.py). Raises UnsupportedModel without mlx-vlm, BrokenModel
+        without weights of a vision tower."""
+        require_mlx_vlm("pictures are encoded")
+        if not describe(files).vision_bytes:
+            raise BrokenModel(f"{files.name}: has no weights of a vision tower; get the whole model, or give --vision off")
+        self._spec, self.sandbox = spec, Sandbox(None, "encoder")
+        self._arguments = {"spec": spec, "files": files, "dtype": dtype_name(dtype)}
+
+    def encode(self, order: EncodePicture, held: dict[str, Any], report: Callable[[PictureEncoded], None]) -> None:
+        """Encode a picture, add its features to `held`, and report. A picture during which the process ends is tried again, at
+        most `ENCODER_DEATHS` times in all."""
+        task = SandboxTask("tandem.executors.worker", "encode_picture", {**self._arguments, "order": order}).encoded()
+        answer = partial(PictureEncoded, self._spec.rank, order.key)
+        for _ in range(ENCODER_DEATHS):
+            reply = self.sandbox.ask(task, self._spec.encoder_seconds)
+            if isinstance(reply, TaskDone):
+                error, held[order.key], pid = reply.decoded(tuple[str, bytes, int])
+                return report(answer(error, pid=pid))
+            if isinstance(reply, SandboxEnded) and not reply.how:  # by `PictureFeatures.close`
+                return None
+            log.warning("Encoder of pictures failed (%s); starting it again", reply.why)
+            self.sandbox.end()
+            self.sandbox = Sandbox(None, "encoder")
+        why = f"the encoder of pictures died {ENCODER_DEATHS} times in a row while it worked on a picture of this request"
+        return report(answer(f"{why}; it is not tried again", died=True))
+
+
 class PictureFeatures:
     """Features of pictures on one rank. The engine decides which it holds."""
 
-    def __init__(self, load: Callable[[], Encoder]) -> None:
-        """Store how to `load` the encoder, which is done at the first picture."""
-        self._load = load
+    def __init__(self, load: Callable[[], Encoder], process: EncoderProcess | None = None) -> None:
+        """Store how to `load` the encoder, which is done at the first picture; or the `process` that encodes instead."""
+        self._load, self._process = load, process
         self._encoder: Encoder | None = None
-        self._held: dict[str, tuple[mx.array, mx.array]] = {}
-        """Features and places of placeholders by key, as `Encoder.encode` returns them."""
+        self._held: dict[str, Any] = {}
+        """Arrays by key, as `Encoder.encode` returns them; as safetensors from a process until their first use."""
 
-    def encode(self, order: EncodePicture) -> str:
-        """Encode a picture and hold its features. Return why it cannot be encoded, empty if it was."""
+    def encode(self, order: EncodePicture, report: Callable[[PictureEncoded], None] = lambda _: None) -> str | None:
+        """Encode a picture and hold its features. Return why it cannot be encoded, empty if it was; None if a process has
+        begun to, after which `report` is called in another thread."""
         for key in order.evicts:
             self._held.pop(key, None)
+        if self._process is not None:
+            start_thread(partial(self._process.encode, order, self._held, report), name="encoder")
+            return None
         try:
             self._encoder = self._encoder or self._load()
             self._held[order.key] = self._encoder.encode(order.tokens, order.inputs)
@@ -144,10 +182,22 @@ class PictureFeatures:
             return f"the picture cannot be encoded: {one_line(error)}"
         return ""
 
+    def pack(self, key: str) -> bytes:
+        """Return the features of a picture as safetensors, and hold them no longer; none if it could not be encoded."""
+        buffer = io.BytesIO()
+        mx.save_safetensors(buffer, self._held.pop(key, {}))
+        mx.clear_cache()
+        return buffer.getvalue()
+
+    def close(self) -> None:
+        """End the encoder's process, if there is one."""
+        if self._process is not None:
+            self._process.sandbox.end()
+
     def of(self, ops: Sequence[PrefillOp], inserts: Sequence[InsertOp], width: int) -> tuple[mx.array, mx.array] | None:
         """Return features [rows, width, H] for a pass over these chunks, and where they stand: bool [rows, width]. None if
         no chunk has a position of a picture. Raise BatchDesync for a picture that is not held."""
-        parts: list[tuple[int, slice, mx.array, mx.array]] = []
+        found: dict[str, mx.array] = {}
         for row, (op, insert) in enumerate(zip(ops, inserts, strict=True)):
             for one in insert.pictures:
                 first, stop = max(one.start, op.start), min(one.stop, op.start + op.count)
@@ -156,12 +206,10 @@ class PictureFeatures:
                 if one.key not in self._held:
                     why = f"{op.request_id} has picture {one.key[:12]}, which is not held here"
                     raise BatchDesync(f"BATCH DESYNC DETECTED: {why}")
-                features, taken = (part[first - one.start : stop - one.start] for part in self._held[one.key])
-                parts.append((row, slice(first - op.start, stop - op.start), features, taken))
-        if not parts:
-            return None
-        features = mx.zeros((len(ops), width, parts[0][2].shape[-1]), parts[0][2].dtype)
-        taken = mx.zeros((len(ops), width), mx.bool_)
-        for row, places, some, where in parts:
-            features[row, places], taken[row, places] = some, where
-        return features, taken
+                if isinstance(self._held[one.key], bytes):
+                    self._held[one.key] = mx.load(io.BytesIO(self._held[one.key]), format="safetensors")
+                    mx.eval(self._held[one.key])
+                for name, array in self._held[one.key].items():
+                    found.setdefault(name, mx.zeros((len(ops), width, *array.shape[1:]), array.dtype))
+                    found[name][row, first - op.start : stop - op.start] = array[first - one.start : stop - one.start]
+        return (found["features"], found["taken"]) if found else None

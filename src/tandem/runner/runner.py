@@ -22,7 +22,6 @@ from tandem.loading.weights import MLX_ERRORS
 from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.protocol.pictures import EncodePicture
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
@@ -130,7 +129,8 @@ class Runner:
         self._link = link
         self.disk = disk
         """Disk cache; None without one."""
-        self._pictures = pictures
+        self.pictures = pictures
+        """Inputs from pictures; None for a model that takes none."""
         self._prefixes = PrefixStore(disk)
         self._micro_batches = [
             MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention) for _ in range(micro_batches)
@@ -202,10 +202,6 @@ class Runner:
         pending.kv_bytes = sum(one.nbytes for one in self._micro_batches) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes + (self.drafter.prefix_bytes if self.drafter else 0)
         return pending
-
-    def encode(self, order: EncodePicture) -> str:
-        """Encode a picture. Return why it cannot be encoded, empty if it was."""
-        return self._pictures.encode(order) if self._pictures is not None else "this model takes no pictures"
 
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
@@ -306,8 +302,8 @@ class Runner:
         if others:
             caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
         self._choose_adapters(micro_batch, [op.request_id for op in ops])
-        if self._pictures is not None:
-            self._pictures.choose_chunks(ops, [micro_batch.held[op.request_id].insert for op in ops], width)
+        if self.pictures is not None:
+            self.pictures.choose_chunks(ops, [micro_batch.held[op.request_id].insert for op in ops], width)
         hidden = self._forward(pending, (len(ops), width), tokens, caches)
         kept = [caches]
         if not others and width > ops[0].count:
@@ -385,8 +381,8 @@ class Runner:
     def _choose_rows(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
         """Choose the decoding sequences `ids` (empty: an idle row) for the next forward pass."""
         self._choose_adapters(micro_batch, ids)
-        if self._pictures is not None:
-            self._pictures.choose_rows([micro_batch.held[one].insert if one else None for one in ids])
+        if self.pictures is not None:
+            self.pictures.choose_rows([micro_batch.held[one].insert if one else None for one in ids])
 
     def _choose_adapters(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
         """Choose the LoRA adapter of each of `ids` (empty: an idle row) for the next forward pass."""
@@ -399,7 +395,7 @@ class Runner:
         """Run one forward pass over [rows, positions]. Input: tokens or the previous stage's output; output: to the next
         stage or the sampler."""
         step_id = pending.plan.step_id
-        stage, width = (self._pictures, self._pictures.extra) if self._pictures is not None else (self.stage, 0)
+        stage, width = (self.pictures, self.pictures.extra) if self.pictures is not None else (self.stage, 0)
         given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size + width))
         hidden = stage.forward(given, caches)
         if pending.plan.digest and not self.stage.is_first:

@@ -155,7 +155,7 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
     """Return the bytes of a rank's weights and adapters, of pictures, and of recurrent states for `sequences` sequences."""
-    pictures = 0 if spec.layers[0] else picture_bytes(layout.description)
+    pictures = 0 if spec.layers[0] else picture_bytes(layout.description, spec)
     states = pictures + rank_states(layout.description, spec, sequences, gpu=gpu)
     return states + rank_weights(layout.description, spec, _draft(layout, spec), gpu=gpu)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import threading
 import zlib
 from collections import Counter
@@ -21,7 +20,7 @@ from processors import encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
-from tandem.models.pictures import why_unread
+from tandem.models.pictures import OFF, why_unread
 from tandem.server.chats import picture_fetch
 from tandem.server.chats.pictures import check_given
 from tandem.server.openai.messages import GivenPicture
@@ -40,7 +39,7 @@ def seeing(tmp_path_factory):
     kept = {"journal": str(tmp_path_factory.mktemp("journal")), "keep_conversations": 60}
     see(path, "qwen2_5_vl")
     kept["image_hosts"] = ("localhost",)
-    with running_engine(path, max_context=512) as fake, running_server(MODEL, fake, **kept) as live:
+    with running_engine(path, max_context=512, blind="") as fake, running_server(MODEL, fake, **kept) as live:
         yield live
 
 
@@ -333,19 +332,16 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     ):
         check_given([GivenPicture(0, "http://a.b/c", False)], ())
     see(tmp_path, "qwen2_5_vl")
-    config = {"model_type": "unseen_vl", "vision_config": {"depth": 1}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with running_engine(tmp_path) as fake, running_server(MODEL, fake) as live:
-        refused(ask(live, good), "'unseen_vl'")
-    assert "both directions" in why_unread({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}})
-    assert "is scaled" in why_unread({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"rope_type": "yarn"}}})
+    with running_engine(tmp_path, blind=OFF) as fake, running_server(MODEL, fake) as live:
+        refused(ask(live, good), "--vision off")
+    for name, text, why in (
+        ("unseen_vl", {}, "'unseen_vl'"),
+        ("gemma4", {"use_bidirectional_attention": "vision"}, "both directions"),
+        ("qwen3_vl", {"rope_scaling": {"rope_type": "yarn"}}, "is scaled"),
+    ):
+        assert why in why_unread({"model_type": name, "vision_config": {"depth": 1}, "text_config": text})
     monkeypatch.setattr("tandem.server.chats.pictures.find_spec", lambda name: None)
-    from tandem.server.chats.pictures import unseen
-
-    unseen.cache_clear()
     refused(ask(seeing, good), "mlx-tandem[vision]")
-    monkeypatch.undo()
-    unseen.cache_clear()
 
 
 SOFT, ROW = "<image_soft_token>", "[IMG]" * 4

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from tandem.checkpoints.config import read_json
 from tandem.config.validation import is_among
 from tandem.errors import RequestError
-from tandem.models.pictures import why_unread
+from tandem.protocol.control import EngineStatus
 from tandem.server.openai.messages import GivenPicture
 
 MAX_PICTURES = 32
@@ -25,26 +22,21 @@ DATA = "data:image/png;base64,..."
 WEB = ("http:", "https:")
 
 
-@lru_cache(maxsize=64)
-def unseen(source: str) -> str:
-    """Return why the model in the directory `source` takes no pictures; empty if it takes them. Raises BrokenModel."""
-    file = Path(source) / "config.json"
-    config = read_json(file) if file.exists() else {}
-    if not config.get("vision_config"):
-        return "this model takes text alone; send text, or name a model that sees"
-    if why := why_unread(config):
-        return f"{why}; send text alone"
+def unseen(status: EngineStatus) -> str:
+    """Return why the model of an engine takes no pictures, and the remedy; empty if it takes them."""
+    if status.blind:
+        return f"the model takes no pictures: {status.blind}; send text, or name a model that sees"
     if find_spec("PIL") is None or find_spec("mlx_vlm") is None:
         return "pictures need the extra 'vision' on the server (pip install 'mlx-tandem[vision]'); send text alone"
     return ""
 
 
-def takes_pictures(source: str, asked: bool) -> bool:
-    """Return whether the model in `source` takes pictures. `asked`: users have sent some, not tools alone.
+def takes_pictures(status: EngineStatus, asked: bool) -> bool:
+    """Return whether the model of an engine takes pictures. `asked`: users have sent some, not tools alone.
 
     Raises RequestError if not, but `asked`: a question about a picture has no answer then.
     """
-    why = unseen(source)
+    why = unseen(status)
     if why and asked:
         raise RequestError(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
     return not why

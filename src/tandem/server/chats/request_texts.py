@@ -94,7 +94,7 @@ class RequestTexts:
         context, mark = self.status.max_context, ""
         if pictures := [picture for message in messages for picture in message._pictures]:
             asked = any(message.pictures for message in messages if message.role == "user")
-            mark = f"<picture {token_hex(16)}>" if takes_pictures(self.status.source, asked) else OMITTED
+            mark = f"<picture {token_hex(16)}>" if takes_pictures(self.status, asked) else OMITTED
             if mark != OMITTED:
                 pictures = await self._with_bytes(pictures)
 

@@ -68,7 +68,7 @@ async def show(http: Request) -> Response:
         "completion": status is None or status.generates,
         "embedding": status is not None and not status.generates,
         "tools": settings.tool_parser != "none",
-        "vision": status is not None and bool(status.source) and not unseen(status.source),
+        "vision": status is not None and bool(status.source) and not unseen(status),
         "thinking": thinks(settings.reasoning_parser, template),
     }
     known = {"general.architecture": FAMILY, "general.basename": served.name, f"{FAMILY}.context_length": entry["context_length"]}
