@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from safetensors.numpy import save
 
+from processors import see
 from tandem.json_types import JsonObject
 from tandem.loading.text_tower import build_whole
 from tandem.models.families.tiny import tiny_config
@@ -94,6 +95,18 @@ def seeing_model(directory: Path, family: str) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory)
     return directory
+
+
+def served_model(directory: Path, context: int = 0) -> Path:
+    """Write a tiny random mistral3 with its processor and tokenizer. `context`: its longest prompt, if not as it is made."""
+    model = seeing_model(directory, "mistral3")
+    see(model, "mistral3", IMAGE)
+    settings = {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 16}}
+    (model / "preprocessor_config.json").write_text(json.dumps(settings))
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = context or config["text_config"]["max_position_embeddings"]
+    (model / "config.json").write_text(json.dumps(config))
+    return model
 
 
 def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
