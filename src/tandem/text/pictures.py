@@ -60,6 +60,7 @@ class Processor:
             base = getattr(import_module(f"{package}.processing_{own}"), name)
         else:
             base = getattr(transformers, name)
+        vars(sys.modules[base.__module__]).update(num2words=str)  # SmolVLM's asks for this package, and calls it for videos alone
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         only = {"local_files_only": True, "trust_remote_code": False}

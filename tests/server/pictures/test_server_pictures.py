@@ -349,7 +349,7 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     unseen.cache_clear()
 
 
-SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
+SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fake_token_around_image>"
 
 
 @pytest.mark.parametrize(
@@ -358,6 +358,7 @@ SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
         ("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)),
         ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
+        ("smolvlm", f"{TILE}{AROUND}<row_1_col_2>{TILE}\n\n{AROUND}<global-img>{TILE}", "<row_1_col_1>", (1, 3, 3, 16, 16)),
     ],
 )
 def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
