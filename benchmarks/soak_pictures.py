@@ -9,7 +9,6 @@ import base64
 import collections
 import contextlib
 import dataclasses
-import json
 import random
 import threading
 import time
@@ -23,8 +22,8 @@ from soak_budgets import PLACES, storm
 from soak_processes import Processes
 from soak_requests import Outcome, Request, ask, same
 
-from processors import encoded, mutants, noise, see
-from seeing import IMAGE, seeing_model
+from processors import encoded, mutants, noise
+from seeing import served_model
 
 APART = {"vision_rank": "own"}
 LAYOUTS = PLACES | {
@@ -33,7 +32,6 @@ LAYOUTS = PLACES | {
 }
 """Options of `tandem serve` and what is killed, by layout. Every third new encoder is killed in its first second too, while it
 loads or encodes."""
-FAMILY = "mistral3"
 NEW = 40
 """Tokens of each answer."""
 PROMPTS = ("the red sea", "one two one two one", "a stone that is not there " * 8)
@@ -58,7 +56,7 @@ class Found:
 
 def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) -> bool:
     """Ask for `count` answers over all layouts, and print a table; True when all is well."""
-    model = _model(directory)
+    model = served_model(directory / "sees")
     rows, well = [], True
     for number, (name, (flags, roles)) in enumerate(LAYOUTS.items()):
         share, began, found = count // len(LAYOUTS) + (number < count % len(LAYOUTS)), time.monotonic(), Found()
@@ -80,22 +78,12 @@ def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) 
     return well
 
 
-def _model(directory: Path) -> Path:
-    """Write a tiny random model that sees, with its processor."""
-    model = seeing_model(directory / "sees", FAMILY)
-    see(model, FAMILY, IMAGE)
-    (model / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 16}})
-    )
-    return model
-
-
 def damaged(directory: Path, count: int, device: str, folder: Path) -> bool:
     """Send `count` damaged pictures beside a text stream, and print what came and the stream's gaps; True when all is well."""
     found: collections.Counter[str] = collections.Counter()
     odd: list[str] = []
     log = folder / "damaged-pictures.log"
-    with tandem_server(_model(directory), 1, log=log, start_timeout=120, device=device) as server:
+    with tandem_server(served_model(directory / "sees"), 1, log=log, start_timeout=120, device=device) as server:
         url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
         with httpx.Client(timeout=240) as client:
 

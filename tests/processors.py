@@ -27,11 +27,13 @@ WORDS = {
     "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "smolvlm": ["<fake_token_around_image>", "<image>", "<row_1_col_1>", "<row_1_col_2>", "<global-img>"],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
     "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
+    "smolvlm": {"chat_template": GEMMA.replace("<start_of_image>", "<image>")},
     "gemma3": {
         "chat_template": GEMMA,
         "extra_special_tokens": {
@@ -51,6 +53,11 @@ TOKENIZER = {
 PROCESSOR = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 32}},
+    "smolvlm": {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 16},
+    },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
 }
@@ -65,7 +72,9 @@ def see(path: Path, kind: str, vocab: int = 480) -> None:
     config = json.loads((path / "tokenizer_config.json").read_text()) | TOKENIZER[kind]
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[kind]))
-    (path / "processor_config.json").write_text(json.dumps({"image_seq_length": 3, "patch_size": 4, "spatial_merge_size": 2}))
+    (path / "processor_config.json").write_text(
+        json.dumps({"image_seq_length": 3, "image_seq_len": 4, "patch_size": 4, "spatial_merge_size": 2})
+    )
     if not (path / "config.json").exists():
         (path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"model_type": kind}}))
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from safetensors.numpy import save
 
+from processors import see
 from tandem.json_types import JsonObject
 from tandem.loading.text_tower import build_whole
 from tandem.models.families.tiny import tiny_config
@@ -41,6 +42,8 @@ VISION: dict[str, JsonObject] = {
     "mistral3": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "pixtral": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
+    "idefics3": {"vision_config": {**_TOWER, "model_type": "idefics3", "image_size": 16}},
+    "smolvlm": {"vision_config": {**_TOWER, "model_type": "smolvlm_vision", "image_size": 16}},
     "qwen2_vl": {"vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 64}},
     "qwen2_5_vl": {"vision_config": {**_QWEN, "fullatt_block_indexes": [1], "window_size": 16}},
     "qwen3_vl": {"vision_config": {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16}},
@@ -48,7 +51,7 @@ VISION: dict[str, JsonObject] = {
     "qwen3_5": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
     "qwen3_5_moe": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
 }
-PLACES = {"gemma3": (4, 0), "gemma4": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
+PLACES = {"gemma3": (4, 0), "gemma4": (4, 0), "idefics3": (4, 0), "smolvlm": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
 """Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows."""
 
 
@@ -96,6 +99,18 @@ def seeing_model(directory: Path, family: str) -> Path:
     return directory
 
 
+def served_model(directory: Path, context: int = 0) -> Path:
+    """Write a tiny random mistral3 with its processor and tokenizer. `context`: its longest prompt, if not as it is made."""
+    model = seeing_model(directory, "mistral3")
+    see(model, "mistral3", IMAGE)
+    settings = {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 16}}
+    (model / "preprocessor_config.json").write_text(json.dumps(settings))
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = context or config["text_config"]["max_position_embeddings"]
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
 def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
     """What the processor makes of pictures of 16 x 16, each of noise."""
     if family not in PLACES:
@@ -108,6 +123,8 @@ def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
         patches = [np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32) for seed in seeds]
         return {"pixel_values": np.stack(patches), "image_position_ids": np.stack([places] * len(seeds))}
     pixels = [np.random.default_rng(seed).standard_normal((3, 16, 16)).astype(np.float32) for seed in seeds]
+    if family in ("idefics3", "smolvlm"):
+        return {"pixel_values": np.stack(pixels)[None], "pixel_attention_mask": np.ones((1, len(seeds), 16, 16), np.int64)}
     sizes = {} if family == "gemma3" else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
     return {"pixel_values": np.stack(pixels), **sizes}
 

@@ -1,5 +1,5 @@
-"""One `tandem serve` for all clients, with a tiny random model whose context is long enough for their prompts, and one
-with the demo model for those that look at what comes. `make test-clients` counts the requests of each client."""
+"""One `tandem serve` for all clients, with a tiny random model that sees, whose context is long enough for their prompts,
+and one with the demo model for those that look at what comes. `make test-clients` counts the requests of each client."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from seeing import served_model
 from served import served
-from tandem.testing import tiny_model
 
 CONTEXT = 16384
 COUNTS = Counter[str]()
@@ -21,7 +21,7 @@ COUNTS = Counter[str]()
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = tiny_model(tmp_path_factory.mktemp("model"), config={"max_position_embeddings": CONTEXT})
+    model = served_model(tmp_path_factory.mktemp("model"), CONTEXT)
     (model / "generation_config.json").write_text('{"temperature": 0}')  # a random model says something else each time
     journal = str(tmp_path_factory.mktemp("journal"))
     with served(str(model), "--max-context", str(CONTEXT), "--default-max-tokens", "32", "--journal", journal) as address:

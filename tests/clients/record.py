@@ -4,7 +4,7 @@ usage: PYTHONPATH=src:tests .venv/bin/python -m clients.record --client 'NAME VE
 
 COMMAND runs against Tandem's own HTTP server; `{url}` in its arguments is the address. Behind the server stands the
 tests' scripted engine, which calls a tool once where it is offered (--call) and otherwise answers in words. Texts are
-cut, tools beyond a few left out, and neither keys nor paths of the machine are kept.
+cut but for pictures, tools beyond a few left out, and neither keys nor paths of the machine are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from processors import see
 from server.conftest import FakeEngine, wait_until
 from tandem.config.settings import ModelSettings, ProcessSettings, Settings
 from tandem.protocol.control import Submit
@@ -27,7 +28,6 @@ from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.router import Router
 from tandem.server.listener import listen
-from tandem.testing import write_tokenizer
 
 HEADERS = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta", "openai-beta")
 TEXT_LIMIT, TOOL_LIMIT = 80, 3
@@ -99,7 +99,7 @@ def trimmed(value: Any) -> Any:
         return value if len(value) <= TEXT_LIMIT else value[:TEXT_LIMIT] + "..."
     if isinstance(value, list):
         return [trimmed(item) for item in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or value.get("type") == "base64":
         return value
     value = dict(value)
     if isinstance(tools := value.get("tools"), list):
@@ -112,7 +112,7 @@ def record(command: list[str], call: str, form: str) -> list[dict[str, Any]]:
     """Run `command` against a server; the requests that it sent."""
     requests: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        write_tokenizer(Path(directory))
+        see(Path(directory), "mistral3")
         engine = ScriptedEngine(Path(directory), call, form)
         engine.start()
         settings = Settings(

@@ -15,6 +15,9 @@ from typing import Any
 
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 HELLO: list[Any] = [{"role": "user", "content": "Name a colour."}]
+PNG = "iVBORw0KGgoAAAANSUhEUgAAABgAAAAQCAIAAACDRijCAAAAHElEQVR4nGM8ISfHQA3ARBVTRg0aNWjUoBFsEADurgEkli4RWAAAAABJRU5ErkJggg=="
+"""A red picture."""
+URL = f"data:image/png;base64,{PNG}"
 LINE = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HELLO}})
 
 
@@ -38,7 +41,7 @@ def with_openai(url: str) -> list[str]:
 
     models = did("models.list", list(client.models.list()))
     did("models.retrieve", client.models.retrieve(models[0].id))
-    did("chat", client.chat.completions.create(**chat, n=2, logprobs=True, top_logprobs=2))
+    blind = did("chat", client.chat.completions.create(**chat, n=2, logprobs=True, top_logprobs=2))
     did("chat stream", list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})))
     called = client.chat.completions.create(**{**chat, "max_tokens": 60}, tools=[named], tool_choice="required")
     assert did("chat tools", called).choices[0].message.tool_calls[0].function.name == "weather"
@@ -55,6 +58,14 @@ def with_openai(url: str) -> list[str]:
     did("previous_response_id", client.responses.create(**ask, previous_response_id=first.id))
     reference = {"type": "item_reference", "id": first.output[0].id}
     did("item_reference", client.responses.create(**{**ask, "input": [*HELLO, reference, *HELLO]}))
+    shown = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": HELLO[0]["content"]}, shown]}]
+    seen = did("chat picture", client.chat.completions.create(**{**chat, "messages": asked}))
+    assert seen.usage.prompt_tokens > blind.usage.prompt_tokens
+    shown = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    asked = [{"role": "user", "content": [shown, {"type": "input_text", "text": "Which colour?"}]}]
+    seen = did("responses picture", client.responses.create(**{**ask, "input": asked}))
+    did("responses picture again", client.responses.create(**ask, previous_response_id=seen.id))
     later = did("background", client.responses.create(**ask, background=True))
     while client.responses.retrieve(later.id).status in ("queued", "in_progress"):
         time.sleep(0.1)
@@ -101,6 +112,14 @@ def with_anthropic(url: str) -> list[str]:
     result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": "sunny"}
     talk = [*HELLO, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
     did("tool result", client.messages.create(**{**ask, "messages": talk}, tools=[tool]))
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    did("picture", client.messages.create(**{**ask, "messages": [{"role": "user", "content": [image]}]}))
+    counts = []
+    for content in ("sunny", [{"type": "text", "text": "sunny"}, image]):
+        talk[-1] = {"role": "user", "content": [{**result, "content": content}]}
+        counts.append(client.messages.count_tokens(model="default", messages=talk).input_tokens)
+    did("tool result picture", client.messages.create(**{**ask, "messages": talk}, tools=[tool]))
+    assert counts[1] > counts[0]
     try:
         client.messages.create(**{**ask, "model": "other"})
     except anthropic.NotFoundError as error:

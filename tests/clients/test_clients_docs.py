@@ -6,6 +6,7 @@ A block whose packages are missing is skipped. To run all: TANDEM_CLIENTS_PYTHON
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from clients.page import ADDRESS, PAGE, blocks
+from clients.strict import PNG
 
 PYTHON = os.environ.get("TANDEM_CLIENTS_PYTHON", sys.executable)
 HERE = Path(__file__).parent
@@ -32,14 +34,15 @@ def missing(code: str) -> list[str]:
     return subprocess.run([PYTHON, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
 
 
-def run(command: list[str]) -> str:
-    """Its output. LiteLLM asks the network for prices otherwise."""
+def run(command: list[str], place: Path | None = None) -> str:
+    """Its output, run in `place`. LiteLLM asks the network for prices otherwise."""
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
+        cwd=place,
         env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     )
     assert done.returncode == 0, done.stderr
@@ -47,10 +50,11 @@ def run(command: list[str]) -> str:
 
 
 @pytest.mark.parametrize(("heading", "code"), blocks("python"), ids=lambda value: value.split("\n")[0])
-def test_python(url: str, heading: str, code: str) -> None:
+def test_python(url: str, heading: str, code: str, tmp_path: Path) -> None:
     if packages := missing(code):
         pytest.skip(f"{', '.join(packages)} not installed")
-    assert run([PYTHON, "-c", code.replace(ADDRESS, url)]).strip()
+    (tmp_path / "chart.png").write_bytes(base64.b64decode(PNG))
+    assert run([PYTHON, "-c", code.replace(ADDRESS, url)], tmp_path).strip()
 
 
 def test_curl(url: str) -> None:

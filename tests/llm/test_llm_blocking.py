@@ -11,15 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from llm.conftest import BROKEN, ENDLESS, LAYOUTS, eventually_idle, greedy, live
+from processors import encoded, noise
+from seeing import IMAGE, served_model
 from submitted import ask, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.thread import Event
@@ -128,11 +132,38 @@ def test_what_is_no_conversation_is_refused_in_words(llm: LLM, messages: Any) ->
         llm.chat(messages)
 
 
-@pytest.mark.parametrize("kind", ["image", "image_url"])
-def test_pictures_are_refused_and_not_left_out(llm: LLM, kind: str) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: "x"}]}]
-    with pytest.raises(RequestError, match="messages: pictures are read through `tandem serve` alone"):
-        llm.chat(messages)
+def shown(*pictures: object) -> list[dict[str, object]]:
+    parts = [{"type": "image_url", "image_url": one} for one in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+
+
+def test_pictures_are_refused_by_a_model_that_takes_none(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="this model takes no pictures: it is a text model"):
+        llm.chat(shown("a.png"))
+
+
+def test_pictures_are_read_from_paths_and_data_uris_and_bad_ones_refused(tmp_path: Path) -> None:
+    raw = encoded(noise(16, 16))
+    (tmp_path / "a.png").write_bytes(raw)
+    (tmp_path / "b.png").write_bytes(encoded(noise(16, 16, seed=1)))
+    given = ({"url": f"data:image/png;base64,{b64encode(raw).decode()}", "detail": "low"}, str(tmp_path / "a.png"))
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with LLM(str(served_model(tmp_path / "sees"))) as seeing:
+        first, *others = [seeing.chat(shown(one), params) for one in (*given, tmp_path / "b.png")]
+        whole = [{"role": "user", "content": [{"type": "image", "image": tmp_path / "a.png"}, {"type": "text", "text": "?"}]}]
+        others.append(seeing.chat(whole, params))
+        assert first.prompt_token_ids.count(IMAGE) == 4
+        assert [one.token_ids == first.token_ids for one in others] == [True, False, True]
+        assert "".join(seeing.stream(shown(*given), params))
+        for bad, words in (
+            ("https://a.b/c.png", "cannot be read .*a data URI"),
+            (None, "cannot"),
+            (__file__, "of an unknown kind"),
+        ):
+            with pytest.raises(RequestError, match=f"picture 2 .*{words}"):
+                seeing.chat(shown(given[1], bad), params)
+        with pytest.raises(RequestError, match="maximum context length"):
+            seeing.chat(shown(*[given[1]] * 2000), params)
 
 
 def test_half_a_character_is_refused_where_a_text_is_meant(llm: LLM) -> None:

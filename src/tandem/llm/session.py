@@ -9,6 +9,7 @@ import operator
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -21,11 +22,13 @@ from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
 from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
+from tandem.llm.pictures import is_picture, shown
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.ranges import check_params
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, SamplingParams
+from tandem.text.pictures import processor_of, tokens_with_pictures
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -221,25 +224,26 @@ class Session:
             )
         _require_unicode(messages, "messages")
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-        if any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for parts in contents for part in parts):
-            raise RequestError("messages: pictures are read through `tandem serve` alone; send text", param="messages")
-        return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
+        if not any(is_picture(part) for parts in contents for part in parts):
+            return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
+        if why := self.layout.description.unread:
+            raise RequestError(f"messages: this model takes no pictures: {why}; send text alone", param="messages")
+        processor = processor_of(str(self.layout.files.path))
+        ours, given = shown(messages, "" if "image" in self.tokenizer.template_words else processor.placeholder)
+        text = self.tokenizer.template.render(ours)
+        found = tokens_with_pictures(self.tokenizer, processor, self.layout.max_context, messages, given, text)
+        return self._batch([found[0]], self._checked(params), pictures=tuple(found[1]))
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:
         """Return a batch that embeds one prompt or several. Raises RequestError."""
         pooling = self._pooling(dimensions)
         tokens = (self._encode(prompt, closed=True) for prompt in _several(prompts))
-        return self._batch(tokens, SamplingParams(max_tokens=0), pooling)
+        return self._batch(tokens, SamplingParams(max_tokens=0), pooling=pooling)
 
-    def _batch(self, prompts: Iterable[list[int]], params: SamplingParams, pooling: Pooling | None = None) -> Batch:
-        return Batch(
-            self.engine,
-            self.tokenizer,
-            [
-                EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=prompt, params=params, pooling=pooling)
-                for prompt in prompts
-            ],
-        )
+    def _batch(self, prompts: Iterable[list[int]], params: SamplingParams, **more: Any) -> Batch:
+        """Return a batch of requests, each with the fields of `more`."""
+        requests = [EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=one, params=params, **more) for one in prompts]
+        return Batch(self.engine, self.tokenizer, requests)
 
     def _pooling(self, dimensions: int | None) -> Pooling:
         pooling, size = self.layout.pooling, self.layout.description.hidden_size

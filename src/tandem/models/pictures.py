@@ -23,7 +23,7 @@ _MROPE = {
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
 _CHUNKED = ("qwen2_vl", "qwen2_5_vl")
 """Types whose frequencies stand axis after axis; those of others alternate."""
-ENCODERS = {name: name for name in ("gemma3", "gemma4", "mistral3", "pixtral", *_MROPE)}
+ENCODERS = {name: name for name in ("gemma3", "gemma4", "idefics3", "mistral3", "pixtral", "smolvlm", *_MROPE)}
 """Modules of mlx-vlm that have the encoder, by model type."""
 
 

@@ -70,7 +70,7 @@ class Encoder:
         # gemma3 scales features by the width of the text model, and qwen2_5_vl reads its entries beside others alone.
         config = read_config(files.path)
         self._model = build_whole({"hidden_size": description.hidden_size, **(config.get("text_config") or {}), **config}, name)
-        self._scale = getattr(self._model.language_model.model, "embed_scale", 1.0)
+        self._scale = getattr(getattr(self._model.language_model, "model", None), "embed_scale", 1.0)
         self._model.pop("language_model")
         for name in ("audio_tower", "embed_audio"):
             setattr(self._model, name, None)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _CONTROL = re.compile(r"<[|｜][^<>\s]+[|｜]>")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+CHARS_PER_TOKEN = 8
+"""Characters per token of context above which a text is tokenized in growing prefixes, as few such texts fit."""
+SLACK = 256
+"""Most tokens by which a prefix, whose last word is cut, may exceed the whole text."""
 
 
 class Backend(Protocol):
@@ -262,3 +266,40 @@ def _template_source(path: Path, config: JsonObject) -> str | None:
     if source is None and (path / "chat_template.json").exists():
         source = read_json(path / "chat_template.json").get("chat_template")
     return source if isinstance(source, str) else None
+
+
+def too_long(context: int, param: str, tokens: int | None, *, least: bool = False) -> RequestError:
+    """Return OpenAI's context length error. `tokens`: the text's length, None if not counted; `least`: a lower bound."""
+    many = f"more than {context}" if tokens is None else f"{'at least ' if least else ''}{tokens}"
+    return RequestError(
+        f"This model's maximum context length is {context} tokens. However, your {param} resulted in "
+        f"{many} tokens. Please reduce the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
+    """Raise RequestError for a text with more bytes than `context` tokens can encode."""
+    if tokenizer.longest_token is None:
+        return
+    most = context * tokenizer.longest_token
+    if 4 * len(text) > most and len(text.encode("utf-8", "replace")) > most:
+        raise too_long(context, param, None)
+
+
+def encode_fitting(
+    tokenizer: Tokenizer, text: str, context: int, param: str, *, special: bool = True, closed: bool = False
+) -> list[int]:
+    """Return the token ids of a text. `special`: add the special tokens; `closed`: end as embedding models expect.
+
+    The result may exceed `context` a little. Raises RequestError, without tokenizing all, if it exceeds it by far.
+    """
+    check_bytes(tokenizer, text, context, param)
+    size = CHARS_PER_TOKEN * context
+    while len(text) > size:
+        least = len(tokenizer.encode(text[:size], special)) - SLACK
+        if least > context:
+            raise too_long(context, param, least, least=True)
+        size *= 2
+    return tokenizer.encode_closed(text) if closed else tokenizer.encode(text, special)

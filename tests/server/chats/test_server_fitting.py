@@ -8,9 +8,8 @@ import pytest
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
-from tandem.server.chats.prompt import check_bytes, encode_fitting
 from tandem.text.fast import longest_token, scheme_of
-from tandem.text.tokenizer import load_tokenizer
+from tandem.text.tokenizer import check_bytes, encode_fitting, load_tokenizer
 
 
 @pytest.fixture(scope="module")

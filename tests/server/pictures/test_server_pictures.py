@@ -23,8 +23,9 @@ from tandem.errors import RequestError
 from tandem.models.pictures import OFF, why_unread
 from tandem.server.chats import picture_fetch
 from tandem.server.chats.pictures import check_given
+from tandem.server.chats.prompt import Marks, prompt_text
 from tandem.server.openai.messages import GivenPicture
-from tandem.server.workers.pictures import decoded, processor_of, rendered_with_pictures
+from tandem.text.pictures import decoded, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import load_tokenizer
 
 if find_spec("mlx_vlm") is None:
@@ -344,7 +345,7 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     refused(ask(seeing, good), "mlx-tandem[vision]")
 
 
-SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
+SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fake_token_around_image>"
 
 
 @pytest.mark.parametrize(
@@ -353,24 +354,19 @@ SOFT, ROW = "<image_soft_token>", "[IMG]" * 4
         ("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)),
         ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
+        ("smolvlm", f"{TILE}{AROUND}<row_1_col_2>{TILE}\n\n{AROUND}<global-img>{TILE}", "<row_1_col_1>", (1, 3, 3, 16, 16)),
     ],
 )
 def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, shown, before, shape):
     see(tmp_path, kind)
     tokenizer = load_tokenizer(ModelFiles(tmp_path, "tiny"))
     messages = [{"role": "system", "content": "sys"}, {"role": "user", "content": "<mark>x"}]
-    prompt = rendered_with_pictures(
-        tokenizer,
-        processor_of(str(tmp_path)),
-        256,
-        {"messages": messages, "tools": [], "variables": {}, "add_generation_prompt": True},
-        mark="<mark>",
-        pictures=[(uri(encoded(noise())), False)],
-    )
-    [picture] = prompt.pictures
-    span = prompt.tokens[picture.start : picture.start + picture.length]
-    assert tokenizer.decode(span, False) == shown
-    text = tokenizer.decode(prompt.tokens, False)
+    processor, options = processor_of(str(tmp_path)), {"tools": [], "variables": {}, "add_generation_prompt": True}
+    text = prompt_text(tokenizer, messages, **options, quick=False, marks=Marks("<mark>", processor.placeholder))
+    given = [(uri(encoded(noise())), False)]
+    tokens, [picture] = tokens_with_pictures(tokenizer, processor, 256, messages, given, text)
+    assert tokenizer.decode(tokens[picture.start : picture.start + picture.length], False) == shown
+    text = tokenizer.decode(tokens, False)
     assert "sys<" in text and before + shown in text
     assert load(picture.inputs)["pixel_values"].shape == shape
 

@@ -174,6 +174,7 @@ FAMILIES: dict[str, Family] = {
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
     **dict.fromkeys(("k2_horizon", "kolibri1"), Family(source="mlx_vlm", layers=_NESTED, tied="config-false")),
+    **dict.fromkeys(("idefics3", "smolvlm"), Family(source="mlx_vlm", layers="language_model.layers", tied="never")),
     "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
     "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
     "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
@@ -233,7 +234,7 @@ _WITHOUT_HEAD_DIM = (
     "minicpm", "nemotron-nas", "deepseek", "phimoe", "qwen2_moe", "stablelm", "phi", "Klear", "cohere", "lfm2", "lfm2_moe",
     "lfm2-vl", "bailing_moe", "gpt_neox", "internlm2", "recurrent_gemma", "baichuan_m1", "jamba", "dbrx", "gptj", "hunyuan",
     "gpt2", "gpt_bigcode", "lille-130m", "nanochat", "phixtral", "phi-msft", "plamo", "plamo2", "qwen", "qwen2_vl",
-    "qwen2_5_vl",
+    "qwen2_5_vl", "idefics3", "smolvlm",
 )  # fmt: skip
 
 UNREAD: dict[str, tuple[str, ...]] = {

@@ -31,6 +31,7 @@ BASE: JsonObject = {
 
 # fmt: off
 _HEAD: JsonObject = {"head_dim": 16}
+_SIGLIP: JsonObject = {"model_type": "siglip_vision_model", "hidden_size": 32, "num_attention_heads": 2, "patch_size": 4}
 _TIED: JsonObject = {"tie_word_embeddings": True}
 _MOE: JsonObject = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _MIXTRAL: JsonObject = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -346,6 +347,7 @@ TINY: dict[str, JsonObject] = {
         "moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
     "lfm2-vl": {"text_config": _LFM2 | {"model_type": "lfm2"}},
+    **dict.fromkeys(("idefics3", "smolvlm"), {"text_config": {"model_type": "llama"}, "vision_config": _SIGLIP}),
     "k2_horizon": _HEAD | {"rope_parameters": {"rope_theta": 9000.0, "rope_type": "default"}},
     "kolibri1": _HEAD | _MOE | _KINDS | {"shared_expert_intermediate_size": 64},
     "cohere2_moe": _HEAD | _MOE | _KINDS | {
@@ -404,4 +406,4 @@ def tiny_config(family: str, *, layers: int = 4, vocab: int = 512, overrides: Js
     if "num_vocab" in inner:
         inner["num_vocab"] = vocab
     outer = {"model_type": family, "eos_token_id": EOS}
-    return {**outer, **inner} if nested is None else {**outer, "vocab_size": vocab, "text_config": inner}
+    return {**outer, **inner} if nested is None else {**outer, "vocab_size": vocab, **TINY[family], "text_config": inner}

@@ -13,13 +13,13 @@ from tandem.errors import RequestError, UnavailableError
 from tandem.json_types import JsonObject
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.plan import callable_tools, effort_of, template_variables
-from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import note_ignored
 from tandem.server.engines.served_model import Served
 from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
+from tandem.text.tokenizer import too_long
 
 _GOES_ON = (" a", "\n1")
 """Two different continuations of a text; tokens common to both do not depend on what follows."""

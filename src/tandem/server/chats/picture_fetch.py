@@ -17,10 +17,11 @@ from urllib.parse import quote, urljoin
 
 import h11
 
-from tandem.server.chats.pictures import DATA, MAX_BYTES, WEB, check_url, refusal
+from tandem.server.chats.pictures import DATA, MAX_BYTES, WEB, check_url
 from tandem.server.chats.texts import off_loop
 from tandem.server.openai.messages import GivenPicture
 from tandem.server.waiting import end_tasks
+from tandem.text.pictures import refusal
 from tandem.version import __version__
 
 TIMEOUT_S = 10.0

@@ -10,6 +10,7 @@ from tandem.config.validation import is_among
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.server.openai.messages import GivenPicture
+from tandem.text.pictures import refusal
 
 MAX_PICTURES = 32
 """Most pictures in one request."""
@@ -40,11 +41,6 @@ def takes_pictures(status: EngineStatus, asked: bool) -> bool:
     if why and asked:
         raise RequestError(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
     return not why
-
-
-def refusal(number: int, why: str, remedy: str) -> RequestError:
-    """Return the error about the picture `number` of a request, counted from 1."""
-    return RequestError(f"Invalid 'messages': picture {number} {why}; {remedy}.", param="messages", code="invalid_image")
 
 
 def check_url(number: int, url: str, hosts: Collection[str]) -> tuple[SplitResult, str]:

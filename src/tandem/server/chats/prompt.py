@@ -1,4 +1,4 @@
-"""Render conversations as prompts and tokenize them; reject texts that cannot fit into the context early. Pure."""
+"""Render conversations as prompts and tokenize them. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tandem.errors import RequestError
 from tandem.json_types import JsonMapping, JsonObject
 from tandem.protocol.pictures import Picture
 from tandem.server.openai.messages import Message
 from tandem.server.tools.choose import knows_tools
 from tandem.server.tools.json_calls import CLOSE, OPEN
-from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer, encode_fitting
 
-CHARS_PER_TOKEN = 8
-"""Characters per token of context above which a text is tokenized in growing prefixes, as few such texts fit."""
-SLACK = 256
-"""Most tokens by which a prefix, whose last word is cut, may exceed the whole text."""
 END = 64
 """Characters at the end of a prompt to search for an opening reasoning tag."""
 
@@ -137,43 +132,6 @@ def _object(arguments: object) -> object:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-
-
-def too_long(context: int, param: str, tokens: int | None, *, least: bool = False) -> RequestError:
-    """Return OpenAI's context length error. `tokens`: the text's length, None if not counted; `least`: a lower bound."""
-    many = f"more than {context}" if tokens is None else f"{'at least ' if least else ''}{tokens}"
-    return RequestError(
-        f"This model's maximum context length is {context} tokens. However, your {param} resulted in "
-        f"{many} tokens. Please reduce the length of the {param}.",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
-def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
-    """Raise RequestError for a text with more bytes than `context` tokens can encode."""
-    if tokenizer.longest_token is None:
-        return
-    most = context * tokenizer.longest_token
-    if 4 * len(text) > most and len(text.encode("utf-8", "replace")) > most:
-        raise too_long(context, param, None)
-
-
-def encode_fitting(
-    tokenizer: Tokenizer, text: str, context: int, param: str, *, special: bool = True, closed: bool = False
-) -> list[int]:
-    """Return the token ids of a text. `special`: add the special tokens; `closed`: end as embedding models expect.
-
-    The result may exceed `context` a little. Raises RequestError, without tokenizing all, if it exceeds it by far.
-    """
-    check_bytes(tokenizer, text, context, param)
-    size = CHARS_PER_TOKEN * context
-    while len(text) > size:
-        least = len(tokenizer.encode(text[:size], special)) - SLACK
-        if least > context:
-            raise too_long(context, param, least, least=True)
-        size *= 2
-    return tokenizer.encode_closed(text) if closed else tokenizer.encode(text, special)
 
 
 def plain_messages(messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> list[JsonObject]:

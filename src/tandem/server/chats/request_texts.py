@@ -17,13 +17,13 @@ from tandem.protocol.pictures import Picture
 from tandem.server.body_validation import LARGE_BODY
 from tandem.server.chats.picture_fetch import fetch_pictures
 from tandem.server.chats.pictures import OMITTED, WEB, check_given, takes_pictures
-from tandem.server.chats.prompt import Rendered, check_bytes, encode_fitting, rendered, template_input
+from tandem.server.chats.prompt import Rendered, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import GivenPicture, Message
 from tandem.text.template_sandbox import TooExpensive
-from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer, check_bytes, encode_fitting
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,6 @@ from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
 from tandem.server.chats.plan import prompt_budget
-from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.response_formats import response_format_of
 from tandem.server.chats.texts import LARGE, off_loop
@@ -25,7 +24,7 @@ from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, ch
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import ChunkWriter, encode_json, streamed
-from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer, too_long
 
 router = APIRouter()
 

@@ -12,7 +12,6 @@ from tandem.errors import RequestError, invalid
 from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
-from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_api, head, new_id
 from tandem.server.engines.served_model import Served
@@ -20,6 +19,7 @@ from tandem.server.generation import Prompts
 from tandem.server.openai.schemas import JudgingFields, RerankRequest, ScoreRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import json_response
+from tandem.text.tokenizer import too_long
 
 router = APIRouter()
 

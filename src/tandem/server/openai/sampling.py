@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tandem.errors import RequestError, invalid
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
-from tandem.server.chats.prompt import too_long
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.schemas import SamplingFields
+from tandem.text.tokenizer import too_long
 
 Number = TypeVar("Number", int, float)
 

@@ -23,13 +23,14 @@ from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.body_validation import parse_bytes
 from tandem.server.cache import schemas as cache
-from tandem.server.chats.prompt import encode_fitting, rendered
+from tandem.server.chats.prompt import END, Marks, prompt_text, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
 from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.server.workers.pictures import processor_of, rendered_with_pictures
+from tandem.text.pictures import processor_of, tokens_with_pictures
+from tandem.text.tokenizer import encode_fitting
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     name: schema
@@ -82,10 +83,10 @@ def see(
 
     `mark`: text that stands for a picture. `pictures`: URL of each, and whether a small one is enough.
     """
-    prompt = rendered_with_pictures(
-        _tokenizer(model), processor_of(model.source), context, from_json(conversation), mark=mark, pictures=pictures
-    )
-    return _packed(prompt.tokens), prompt.end, list(prompt.pictures)
+    given, tokenizer, processor = from_json(conversation), _tokenizer(model), processor_of(model.source)
+    text = prompt_text(tokenizer, **given, quick=False, marks=Marks(mark, processor.placeholder))
+    tokens, seen = tokens_with_pictures(tokenizer, processor, context, given["messages"], pictures, text)
+    return _packed(tokens), text[-END:], seen
 
 
 def describe_form(form: bytes) -> str:

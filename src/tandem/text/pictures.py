@@ -1,4 +1,4 @@
-"""Decode pictures and prepare them as a model's processor does. Runs in sandboxed worker processes."""
+"""Decode pictures and prepare them as a model's processor does. The server runs it in sandboxed worker processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
 from tandem.protocol.pictures import Picture
 from tandem.protocol.request import MAX_PICTURE_BYTES
-from tandem.server.chats.pictures import refusal
-from tandem.server.chats.prompt import END, Marks, Rendered, encode_fitting, prompt_text, too_long
-from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer, encode_fitting, too_long
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_PIXELS = 64_000_000
@@ -62,6 +60,7 @@ class Processor:
             base = getattr(import_module(f"{package}.processing_{own}"), name)
         else:
             base = getattr(transformers, name)
+        vars(sys.modules[base.__module__]).update(num2words=str)  # SmolVLM's asks for this package, and calls it for videos alone
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         only = {"local_files_only": True, "trust_remote_code": False}
@@ -107,16 +106,21 @@ def processor_of(source: str) -> Processor:
         raise RequestError(message, param="messages", code="unsupported_value") from error
 
 
-def rendered_with_pictures(
+def refusal(number: int, why: str, remedy: str) -> RequestError:
+    """Return the error about the picture `number` of a request, counted from 1."""
+    return RequestError(f"Invalid 'messages': picture {number} {why}; {remedy}.", param="messages", code="invalid_image")
+
+
+def tokens_with_pictures(
     tokenizer: Tokenizer,
     processor: Processor,
     context: int,
-    conversation: JsonMapping,
-    *,
-    mark: str,
+    messages: Sequence[JsonMapping],
     pictures: Sequence[tuple[str, bool]],
-) -> Rendered:
-    """Return the prompt with the pictures' placeholder tokens. `pictures`: URL, and whether a small one is enough.
+    text: str,
+) -> tuple[list[int], list[Picture]]:
+    """Return the prompt's tokens with those of the pictures, and the pictures. `pictures`: URL, and whether a small one is
+    enough. `text`: that of the messages, with the processor's placeholder for each picture.
 
     Raises RequestError.
     """
@@ -139,13 +143,12 @@ def rendered_with_pictures(
             raise refusal(
                 number, f"makes more than {MAX_PICTURE_BYTES // 2**20} MiB of numbers with those before it", "send fewer"
             )
-    for message in conversation["messages"]:
+    for message in messages:
         for word in processor.words:
-            if word in message["content"]:
+            if word in (message.get("content") or ""):
                 why = f"Invalid 'messages': a text contains {word!r}, which stands for a picture in this model's prompts"
                 raise RequestError(f"{why}; leave it out.", param="messages", code="invalid_value")
-    marks = Marks(mark, processor.placeholder)
-    text, *rest = prompt_text(tokenizer, **conversation, quick=False, marks=marks).split(processor.placeholder)
+    text, *rest = text.split(processor.placeholder)
     if len(rest) != len(prepared):
         why = f"the chat template shows {len(rest)} of {len(prepared)} pictures"
         raise RequestError(f"Invalid 'messages': {why}; send them in messages of the user.", param="messages")
@@ -160,7 +163,7 @@ def rendered_with_pictures(
         start, end = places[first], places[first + picture.tokens - 1]
         found.append(Picture(key=picture.key, start=start, length=end - start + 1, inputs=picture.inputs))
         first += picture.tokens
-    return Rendered(ids, text[-END:], tuple(found))
+    return ids, found
 
 
 def decoded(number: int, url: str) -> Any:
