@@ -445,7 +445,8 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
     assert "rank 0 (a-mac):" not in said
 
 
-def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys):
+def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path))  # another's server at that port is none of this test's
     monkeypatch.setattr("tandem.cli.status.known_names", lambda: [])
     assert main(["status"]) == 1
     assert "no server runs in the background, nor at port 8000; `tandem up demo` starts one" in capsys.readouterr().out
