@@ -67,6 +67,11 @@ class Window:
         """Whatever lies over it: where things lie is no test's subject, and they are drawn anew."""
         self.run("document.querySelector(arguments[0]).click()", selector)
 
+    def press(self, selector: str, *keys: str) -> None:
+        """Press keys where the focus is put."""
+        self.run("document.querySelector(arguments[0]).focus()", selector)
+        self.driver.switch_to.active_element.send_keys(*keys)
+
     def ask(self, text: str) -> None:
         """Write it into the box, and send it."""
         self.run(
@@ -89,7 +94,8 @@ class Window:
 
     def complaints(self) -> list[str]:
         """What the browser called severe since this was asked last, but for requests that were refused."""
-        found = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        log = self.driver.execute("getLog", {"type": "browser"})["value"]
+        found = [entry["message"] for entry in log if entry["level"] == "SEVERE"]
         return [one for one in found if "Failed to load resource" not in one]
 
     @contextmanager
@@ -104,14 +110,18 @@ class Window:
 
 
 @contextmanager
-def chromium() -> Iterator[Window]:
-    """A window, which is closed at the end."""
+def chromium(address: str | None = None) -> Iterator[Window]:
+    """A window, which is closed at the end; its browser runs where the driver at `address` does."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,960"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver: WebDriver
+    if address is None:
+        driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    else:
+        driver = webdriver.Remote(address, options=options)
     try:
         yield Window(driver)
     finally:

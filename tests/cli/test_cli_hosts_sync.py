@@ -16,7 +16,9 @@ import tandem
 from netns import Machines
 from tandem.cli.hosts.receive import is_installed
 from tandem.cli.hosts.sync import remote_line
+from tandem.cli.lifecycle import GENERAL
 from tandem.cli.main import main
+from tandem.supervision.record import Background
 from tandem.system.origin import write_wheel
 
 
@@ -80,6 +82,22 @@ def test_hosts_that_cannot_be_reached_over_ssh(
     file.write_text(json.dumps(hosts))
     assert main(["hosts", "sync", "--hostfile", str(file)]) == code
     assert words in capsys.readouterr().err
+
+
+def test_a_restart_installs_on_the_machines_of_its_hosts_file_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)  # the command goes where the server was started
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "agent:mac-b"}]))
+    options = {**dict.fromkeys(GENERAL), "model_argument": "nobody/nothing", "setting_hostfile": str(file)}
+    place = Background("default")
+    place.path.mkdir(parents=True)
+    place.keep(json.dumps({"options": options, "variables": {}, "directory": str(tmp_path), "keys": 0}).encode())
+    assert main(["restart", "--sync", "--no-wait"]) == 2
+    assert "host agent:mac-b: an agent starts ranks and nothing else" in capsys.readouterr().err
+    assert not place.runs()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +23,7 @@ import psutil
 import pytest
 from msgspec import structs
 
+import tandem as tandem_package
 from served import Call, api_of, wait_until
 from statuses import STATUS
 from tandem.cli.address import api_key, server_url
@@ -36,6 +39,8 @@ from tandem.protocol.supervisor_messages import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background, Record
 from tandem.system.origin import build
 from tandem.testing import tiny_model
+
+SOURCE = Path(tandem_package.__file__).parents[1]
 
 
 class Tandem:
@@ -270,12 +275,51 @@ def test_up_again_with_the_same_settings_changes_nothing_and_restart_keeps_them(
     assert httpx.get(f"{seen['address']}/v1/models", headers=key, timeout=240).status_code == 200
 
 
+def git(*words: str) -> str:
+    identity = ("-c", "user.name=Ann", "-c", "user.email=ann@example.org")
+    return subprocess.run(["git", *identity, *words], capture_output=True, text=True, check=True).stdout
+
+
+class Checkout:
+    """A checkout, here with Tandem's code or without, and the repository that it follows."""
+
+    def __init__(self, directory: Path, *, code: bool = False) -> None:
+        self.origin, self.path = directory / "origin", directory / "checkout"
+        (self.path / "scripts").mkdir(parents=True)
+        (self.path / "scripts" / "setup").write_text("#!/bin/sh\necho set up\n")
+        (self.path / "scripts" / "setup").chmod(0o755)
+        (self.path / ".gitignore").write_text("__pycache__\n")
+        if code:
+            shutil.copytree(SOURCE / "tandem", self.path / "src" / "tandem")  # with what is compiled: a clone has nothing
+        git("init", "-q", "-b", "main", str(self.path))
+        self.publish("first", self.path)
+        git("clone", "-q", str(self.path), str(self.origin))
+        self("remote", "add", "origin", str(self.origin))
+        self("fetch", "-q")
+        self("branch", "-q", "-u", "origin/main")
+
+    def __call__(self, *words: str) -> str:
+        return git("-C", str(self.path), *words).strip()
+
+    def publish(self, subject: str, where: Path | None = None) -> None:
+        """Make a commit in the repository."""
+        with ((where or self.origin) / "NEWS").open("a") as file:
+            file.write(f"{subject}\n")
+        git("-C", str(where or self.origin), "add", "-A")
+        git("-C", str(where or self.origin), "commit", "-q", "-m", subject)
+
+
 @pytest.mark.slow
-def test_a_rolling_restart_replaces_all_but_the_supervisor_and_cuts_no_stream(tandem):
+def test_an_update_that_restarts_by_rolling_replaces_all_but_the_supervisor_and_cuts_no_stream(tandem, tmp_path, monkeypatch):
+    checkout = Checkout(tmp_path, code=True)
+    monkeypatch.setitem(tandem.environment, "PYTHONPATH", str(checkout.path / "src"))
     done = tandem("up", tandem.model, "--port", "0", "-dp", "2")
     try:
         assert done.returncode == 0, done.stderr
         [before] = tandem.status("--interval", "0")
+        with (checkout.origin / "src" / "tandem" / "version.py").open("a") as file:
+            file.write("# newer\n")
+        checkout.publish("Newer code")
         supervisor, url = psutil.Process(before["pid"]), before["address"]
         bodies = [{"prompt": [3, 5, prompt], "max_tokens": 500, "temperature": 0, "stream": True} for prompt in range(4)]
         keys = {"Authorization": "Bearer sesame"}
@@ -289,21 +333,57 @@ def test_a_rolling_restart_replaces_all_but_the_supervisor_and_cuts_no_stream(ta
         thread = threading.Thread(target=ask)
         thread.start()
         try:
-            done = tandem("restart", "--rolling")
+            done = tandem("update", "--restart")
         finally:
             over.set()
             thread.join()
         assert done.returncode == 0, done.stderr
+        assert f"replica 1 runs Tandem {before['build']}, installed is 0." in done.stdout and "set up" in done.stdout
         assert "all processes but the supervisor were replaced" in done.stdout
         for number, call in enumerate(calls):
             assert call.join().result.get("done") and call.result["text"] == expected[number % 4], call.result
         [after] = tandem.status("--interval", "0")
         assert (after["pid"], after["state"], [one["replica"] for one in after["replicas"]]) == (before["pid"], "ready", [2, 3])
+        [note] = after["notes"]
+        assert note.startswith(f"supervisor of Tandem {before['build']}, replicas of ")
         wait_until(lambda: not psutil.pid_exists(api), "the old api ends")
         assert api_of(supervisor).pid != api
         assert "runs already with these settings" in tandem("up", tandem.model, "--port", "0", "-dp", "2").stdout
     finally:
         tandem("down", "--now")
+
+
+def test_an_update_is_looked_at_first_and_one_that_cannot_be_changes_nothing(tmp_path, monkeypatch, capfd):
+    checkout = Checkout(tmp_path)
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("tandem.cli.hosts.update.CHECKOUT", checkout.path)
+
+    def update() -> str:
+        head = checkout("rev-parse", "HEAD")
+        assert main(["update"]) == 2
+        assert checkout("rev-parse", "HEAD") == head
+        return capfd.readouterr().err
+
+    checkout.publish("theirs")
+    assert main(["update", "--check"]) == 0 and re.search(r"origin/main has more: 1\n  \w+ theirs", capfd.readouterr().out)
+    (checkout.path / "NEWS").write_text("mine\n")
+    assert "has local changes (NEWS): commit them, or `git stash`" in update()
+    checkout("commit", "-q", "-a", "-m", "mine")
+    assert "git merge in" in (said := update()) and "`git rebase`" in said
+    checkout("reset", "-q", "--hard", "HEAD^")
+    checkout("remote", "set-url", "origin", str(tmp_path / "gone"))
+    assert "gone' does not appear to be a git repository; is there a network?" in update()
+    checkout("remote", "set-url", "origin", str(checkout.origin))
+    checkout("checkout", "-q", "--detach")
+    assert "HEAD does not point to a branch; `git switch main`" in update()
+    checkout("switch", "-q", "main")
+    (checkout.origin / "scripts" / "setup").write_text("#!/bin/sh\nexit 1\n")
+    checkout.publish("set-up that fails")
+    before = checkout("describe", "--always")
+    assert main(["update"]) == 2 and f"or `git reset --keep {before}` goes back" in capfd.readouterr().err
+    monkeypatch.setattr("tandem.cli.hosts.update.CHECKOUT", tmp_path)
+    assert "this Tandem is no checkout: `" in update()
 
 
 def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypatch):
@@ -365,7 +445,8 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
     assert "rank 0 (a-mac):" not in said
 
 
-def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys):
+def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path))  # another's server at that port is none of this test's
     monkeypatch.setattr("tandem.cli.status.known_names", lambda: [])
     assert main(["status"]) == 1
     assert "no server runs in the background, nor at port 8000; `tandem up demo` starts one" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 import pytest
 
@@ -43,3 +44,22 @@ def test_a_wheel_of_any_name_is_one_word(monkeypatch):
     words = shlex.split(origin.install_command("python", "b"))
     assert words[1] == '/tmp/our "$best" wheel\'s.whl'
     assert './our "$best" wheel\'s.whl' in words
+
+
+@pytest.mark.parametrize(
+    ("prefix", "direct", "command"),
+    [
+        ("/home/ann/.local/pipx/venvs/mlx-tandem", {}, "pipx install --force 'mlx-tandem[agent]'"),
+        ("/home/ann/.local/share/uv/tools/mlx-tandem", {"url": "file:///a.whl"}, "uv tool install --force 'dist/NEW.whl[agent]'"),
+        ("/opt/homebrew/Cellar/mlx-tandem/0.1.0/libexec", {"url": "file:///tmp/build"}, "brew upgrade mlx-tandem"),
+        (
+            "/opt/env",
+            {"url": "https://example.org/tandem.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            f"{sys.executable} -m pip install --upgrade --force-reinstall git+https://example.org/tandem.git",
+        ),
+    ],
+)
+def test_the_command_that_updates_is_that_of_what_installed(monkeypatch, prefix, direct, command):
+    monkeypatch.setattr(origin, "_direct_url", lambda: direct)
+    monkeypatch.setattr(sys, "prefix", prefix)
+    assert origin.update_command() == f"`{command}`"

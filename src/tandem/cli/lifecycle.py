@@ -85,22 +85,22 @@ def run_restart(arguments: argparse.Namespace) -> int:
             param="api_key",
         )
     if arguments.rolling:
-        return _roll(place, settings, wait=not arguments.no_wait)
+        return _roll(place, settings, arguments)
     return _start(place, settings, had, arguments, replace=True)
 
 
-def _roll(place: Background, settings: Settings, *, wait: bool) -> int:
+def _roll(place: Background, settings: Settings, arguments: argparse.Namespace) -> int:
     """Replace a server's api and replicas one at a time while it serves; return the exit code. Raises UsageError."""
     record = place.record()
     if not place.runs() or record is None:
         raise UsageError(f"no server named {place.name} runs, so that nothing can be replaced; `tandem restart` starts it")
-    sync_workers(settings)
+    sync_workers(settings, files=arguments.sync)
     path = control_path(record.port)
     before = ask(path, ListReplicas())
     ask(path, RollingRestart(to_json(settings)))
     assert isinstance(before, ReplicaList)
     seen, kind, rolling = before.events[-1].number if before.events else 0, "", True
-    while wait and rolling:
+    while rolling and not arguments.no_wait:
         reply = ask(path, ListReplicas(events_after=seen))
         assert isinstance(reply, ReplicaList)
         for event in reply.events:
@@ -150,7 +150,7 @@ def _runs_already(place: Background) -> int:
 def _start(place: Background, settings: Settings, started: _StartedWith, arguments: argparse.Namespace, *, replace: bool) -> int:
     """Start a server and return the exit code; with `replace` first end the one that runs. Raises UsageError."""
     if replace or not place.runs():
-        sync_workers(settings)  # before anything ends or starts, since it may fail
+        sync_workers(settings, files=arguments.sync)  # before anything ends or starts, since it may fail
     if replace:
         run_down(arguments)
     lock = place.lock()

@@ -86,6 +86,7 @@ COMMANDS = {
             Later("lifecycle:run_restart"),
         ),
         "down": Command("End a server that `tandem up` started.", servers.add_down, Later("lifecycle:run_down")),
+        "update": Command("Update a checkout, and servers of older code.", servers.add_update, Later("hosts.update:run")),
         "service": Command(
             "Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
             servers.add_service,

@@ -228,7 +228,7 @@ def as_json(look: Look) -> JsonObject:
     ]
     names = ("number", "at", "kind", "level", "text", "remedy", "replica", "rank", "model", "request_id")
     events = [{name: getattr(event, name) for name in names} for event in look.events]
-    return {**facts, "state": look.state, "models": models, "replicas": replicas, "events": events}
+    return {**facts, "state": look.state, "notes": _builds(look), "models": models, "replicas": replicas, "events": events}
 
 
 def _picture(look: Look) -> Group:
@@ -250,7 +250,7 @@ def _picture(look: Look) -> Group:
         parts += [Text(f"no. {rank} ({host}): pictures are encoded in process {pid}") for rank, host, pid in encoders]
     named = {replica["replica"]: f"replica {replica['replica']}: " if len(replicas) > 1 else "" for replica in replicas}
     parts += [Text(f"{named[replica['replica']]}{replica['detail']}") for replica in replicas if replica["detail"]]
-    parts += [Text(line, "yellow") for line in _builds(look)]
+    parts += [Text(line, "yellow") for line in view["notes"]]
     alone = {"replica": None} if len(replicas) == 1 else {}
     return Group(*parts, *event_lines([{**event, **alone} for event in view["events"][-_SHOWN_EVENTS:]]))
 

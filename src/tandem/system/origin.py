@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import shlex
+import sys
 import zipfile
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -46,6 +47,17 @@ def install_command(python: str, agent: str) -> str:
         path = unquote(urlsplit(url).path)
         what, first = "./" + path.rpartition("/")[2], f"copy {shlex.quote(path)} to {agent}; {first}"
     return f"{first}{python} -m pip install {shlex.quote(what)}   (then start `tandem agent` there again)"
+
+
+def update_command() -> str:
+    """Return what puts a newer Tandem in place of this one: the command of the program that installed it."""
+    origin, folders, pip = _direct_url(), Path(sys.prefix).parts, f"{sys.executable} -m pip install --upgrade --force-reinstall"
+    if "Cellar" in folders:
+        return f"`brew upgrade {PACKAGE}`"
+    install = "pipx install --force" if "pipx" in folders else "uv tool install --force" if "uv" in folders else pip
+    if "vcs_info" in origin:
+        return f"`{install} {_requirement(origin, str(origin['url'])).rpartition('@')[0]}`"
+    return f"`{install} '{'dist/NEW.whl' if origin else PACKAGE}[agent]'`"
 
 
 def _requirement(origin: JsonObject, url: str) -> str:

@@ -51,13 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sync_workers(settings: Settings) -> None:
-    """Install this machine's Tandem on the hosts of a hosts list in memory. Raises UsageError, also for a host listed twice."""
+def sync_workers(settings: Settings, *, files: bool = False) -> None:
+    """Install this machine's Tandem on the hosts of a hosts list in memory, with `files` also on those of a hosts file.
+
+    Raises UsageError, also for a host listed twice in memory.
+    """
     text = settings.parallel.hostfile
-    if text is None or not is_in_memory(text):
+    if text is None or not (files or is_in_memory(text)):
         return
-    hosts = others(read_hostfile(text))
-    if own := next((address for host in hosts for address in host.ips if is_own(address)), None):
+    hosts, listed = others(read_hostfile(text)), is_in_memory(text)
+    if listed and (own := next((address for host in hosts for address in host.ips if is_own(address)), None)):
         raise UsageError(
             f"WORKER_HOSTS: {own} is this machine's own address; start on a machine that is no worker, or set WORKER_HOSTS, "
             "WORKER_SSH and API_HOST for this one as the head",
@@ -65,7 +68,7 @@ def sync_workers(settings: Settings) -> None:
         )
     machines, failures = {machine_id(): "127.0.0.1"}, []
     for host, (machine, failure) in zip(hosts, install(hosts, settings.parallel.remote_python), strict=True):
-        same = "" if failure else machines.setdefault(machine, host.ssh)
+        same = machines.setdefault(machine, host.ssh) if listed and not failure else host.ssh
         if failure or same != host.ssh:
             failures.append(failure or f"host {host.ssh}: is the same machine as {same}; name each once in WORKER_HOSTS")
     if failures:
@@ -82,7 +85,7 @@ def install(hosts: Sequence[HostEntry], python: str | None) -> list[tuple[str, s
 
     Return (machine id, reason of a failure) for each host; one of the two is empty. Raises UsageError.
     """
-    with tempfile.TemporaryDirectory(prefix="tandem-sync-") as directory, ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+    with tempfile.TemporaryDirectory(prefix="tandem-sync-") as directory, ThreadPoolExecutor(len(hosts) or 1) as pool:
         wheel = write_wheel(Path(directory))
         return list(pool.map(lambda entry: _sync(entry, wheel, entry.python or python), hosts))
 

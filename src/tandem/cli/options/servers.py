@@ -165,7 +165,7 @@ def add_up(up: Parser) -> None:
     add_serve(up)
     up.add_argument("--no-wait", action="store_true", help="do not wait.")
     up.add_argument("--replace", action="store_true", help="first end the server of that name that runs, once it has finished.")
-    up.set_defaults(now=False)
+    up.set_defaults(now=False, sync=False)
     up.add_argument("--name", help=_NAME)
 
 
@@ -184,8 +184,15 @@ def add_restart(restart: Parser) -> None:
         action="store_true",
         help="replace the api, then the replicas one at a time, while the server goes on: no request is lost.",
     )
+    restart.add_argument("--sync", action="store_true", help="first install this Tandem on the hosts file's machines.")
     restart.add_argument("--no-wait", action="store_true", help="do not wait until it is ready.")
     _add_name(restart)
+
+
+def add_update(update: Parser) -> None:
+    """Add the options of `tandem update`."""
+    update.add_argument("--check", action="store_true", help="only look: change nothing.")
+    update.add_argument("--restart", action="store_true", help="then `tandem restart --rolling --sync`, where code is older.")
 
 
 def add_status(status: Parser) -> None:
