@@ -65,7 +65,7 @@ def _load(name: str) -> None:
         set_default("OPENBLAS_CORETYPE", kernels)
         _ctypes.dlclose(library._handle)  # the variable is read when the library is loaded
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-        log.info("OpenBLAS does not recognise this processor: using its %s kernels", kernels)
+        log.info("OpenBLAS does not recognise this processor: loading it again with %s kernels", kernels)
 
 
 def better_kernels(core: str, flags: Set[str]) -> str | None:
