@@ -74,8 +74,13 @@ def on_gpu() -> bool:
 
 
 def peer_environment(args: argparse.Namespace, gpu: bool) -> dict[str, str]:
-    """The environment for mlx-lm's processes: the same BLAS library and threads as ours."""
-    preload = {} if gpu or sys.platform != "linux" else {"LD_PRELOAD": args.blas}
+    """The environment for mlx-lm's processes: the same BLAS library, kernels of it and threads as ours."""
+    preload = {}
+    if not gpu and sys.platform == "linux":
+        name = "OPENBLAS_CORETYPE"
+        code = "import os, sys; import tandem.comm.blas as b; b.preload_blas(sys.argv[1]); print(os.getenv(sys.argv[2], ''))"
+        kernels = subprocess.check_output([sys.executable, "-P", "-c", code, args.blas, name], text=True).strip()
+        preload = {"LD_PRELOAD": args.blas} | ({name: kernels} if kernels else {})
     return child_environment({**threads_environment(args.threads), **preload, "HF_HUB_OFFLINE": "1"})
 
 

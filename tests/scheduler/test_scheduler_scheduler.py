@@ -433,6 +433,17 @@ def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> No
     assert isinstance(message, Refused) and message.code == "not_finite"
 
 
+def test_a_text_to_embed_that_a_later_step_can_take_whole_is_not_divided() -> None:
+    scheduler = Scheduler(make_limits(prefill_chunk=8, kv_tokens=60, max_context=20))
+    for name, tokens in (("a", 3), ("b", 3), ("c", 3), ("long", 12)):
+        scheduler.submit(pooled(name, tokens), seed=1)
+    chunks = []
+    while not scheduler.idle and (plan := scheduler.next_plan()) is not None:
+        chunks.append([(op.request_id, op.count) for op in plan.prefill])
+        scheduler.update(StepResult(plan.step_id, 0, vectors=dict.fromkeys(plan.ended(), b"1234")))
+    assert chunks[:3] == [[("a", 3), ("b", 3), ("long", 2)], [("c", 3), ("long", 5)], [("long", 5)]]
+
+
 def test_texts_to_embed_begin_with_kept_prefixes_unless_a_mean_needs_all_and_leave_none() -> None:
     scheduler = Scheduler(make_limits(prefill_chunk=64, prefix_tokens=1000))
     for name, pooling, expected in (("a", "last", 64), ("b", None, 64), ("c", "mean", 64), ("d", "last", 32)):

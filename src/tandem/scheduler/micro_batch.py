@@ -106,17 +106,20 @@ class MicroBatch:
 
     def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
         """Return prompt chunks of up to `budget` tokens in all, the shortest remaining prompt first, overdue ones before.
-        Embedding prompts only if `embeds`. A prompt's last chunk waits for its grammar."""
+        Embedding prompts only if `embeds`; none is divided that a later step can compute whole, in a pass that it shares. A
+        prompt's last chunk waits for its grammar."""
         waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
         overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE and not s.awaits_grammar), None)
         self._shortest_first = 0 if overdue else self._shortest_first + 1
         waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)
-        chunks = []
+        chunks: list[PrefillOp] = []
+        most = budget
         for sequence in waiting:
             end = next((point for point in sequence.save_points if point > sequence.computed), sequence.target)
             count = min(budget, end - sequence.computed)
             last = sequence.computed + count == sequence.target
-            if count <= 0 or (last and sequence.awaits_grammar):
+            divided = bool(chunks and sequence.request.pooling) and not sequence.computed and count < sequence.target <= most
+            if count <= 0 or divided or (last and sequence.awaits_grammar):
                 sequence.skipped += 1
                 continue
             budget -= count
