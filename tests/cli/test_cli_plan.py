@@ -84,6 +84,14 @@ def test_hosts_file_of_mlx(tmp_path):
         read_hosts([], str(path))
 
 
+def test_a_machine_that_the_hosts_file_tells_nothing_of_is_asked(tmp_path, capsys, model):
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps({"hosts": [{"ssh": "localhost", "ips": ["127.0.0.1"]}]}))
+    assert main(["plan", str(model), "--hostfile", str(path), "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)["machines"]
+    assert (one["name"], one["memory"] > 2**30) == ("localhost", True)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

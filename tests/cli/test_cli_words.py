@@ -107,7 +107,7 @@ def test_what_doctor_status_and_plan_print_needs_no_glossary(capsys):
     assert shown.count("networksetup -setmanual") == 1 and "thunderbolt (a, b): 10.0.0.0 is not" in shown
     for words in (
         "2 warning(s), no fault: serving works",
-        "sums over 2 machines are right",
+        "sums that 2 machines make together are right",
         "GPU setting",
         "server: ready",
         "2 of 2",

@@ -80,7 +80,7 @@ def test_a_cable_that_is_cut_during_the_load_ends_the_start_with_its_reason(mach
         machines.cut("h2")
         try:
             assert server.process.wait(240) == 3, server.log
-            assert "on h2 is lost with its host, which has not answered for 8 s (heartbeat_timeout)" in server.log
+            assert "on h2 is lost with the Tandem there, which has not answered for 8 s (heartbeat_timeout)" in server.log
             eventually(lambda: not left_over(machines), what=lambda: left_over(machines))
         finally:
             machines.heal("h2")

@@ -222,7 +222,7 @@ def test_machines_are_found_and_paired_and_a_model_is_started_and_stopped_from_t
         assert window.run("return [...document.querySelectorAll('#start-machines input')].every(one => one.checked)")
         window.press("#start-check", Keys.ENTER)
         window.until(lambda: window.texts("#start-findings .ok"), "both machines are checked")
-        assert "sums over 2 machines" in window.text("#start-findings")
+        assert "sums that 2 machines make together" in window.text("#start-findings")
         window.press("#start-name", str(model))
         window.find("#start-context").clear()
         window.press("#start-context", "64", Keys.ENTER)

@@ -55,7 +55,7 @@ def test_the_doctor_over_ssh(machines: Machines, tiny: Path, mark: Path) -> None
     done = machines.run(
         "h0", f"cd {tiny} && tandem doctor --json --hostfile {hostfile(machines, ['h0', 'h1'])}", timeout=240, check=False
     )
-    assert done.returncode == 0 and "sums over 2 machines are right" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "sums that 2 machines make together are right" in done.stdout, done.stdout + done.stderr
 
 
 def test_machines_that_join_by_hand(machines: Machines, tiny: Path, mark: Path) -> None:

@@ -17,15 +17,17 @@ from tandem.checkpoints import catalogue
 from tandem.checkpoints.catalogue import Chosen
 from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.arguments import filled_in
+from tandem.cli.hosts.command import gather_facts
 from tandem.cli.screen import screen
 from tandem.config.sizes import counted_memory
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.link import PREFIX
 from tandem.launchers.agent.trust import Trust
+from tandem.launchers.hostfile import read_hostfile
 from tandem.models.kv_types import require_quantizable
-from tandem.planner.explain import LEGEND, Named, caveats, commands, in_words, plan_json, rate, serve_flags
+from tandem.planner.explain import GOALS, LEGEND, Named, caveats, commands, in_words, plan_json, rate, serve_flags
 from tandem.planner.hardware import GIB, Machine
-from tandem.planner.hosts import Hosts, cluster_of, read_hosts, this_machine, this_name
+from tandem.planner.hosts import Hosts, cluster_of, host_spec, host_specs, read_hosts, this_machine, this_name
 from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.presets import Planned, copied, find, planned, planned_files, presets
@@ -43,18 +45,18 @@ _DISCLAIMER = (
 
 def print_plan(console: Console, plan: LayoutPlan, cluster: Cluster, request: Request, named: Named, *, all_rows: bool) -> None:
     """Print the compared layouts, the chosen one with reasons, and the command that serves with it."""
-    streams = f"{plan.streams} stream{'s' if plan.streams > 1 else ''}"
+    answers = "1 answer" if plan.streams == 1 else f"{plan.streams} answers at once"
     machines = cluster.machines
-    title = f"{named.model}: {streams} of {plan.context:,} tokens, for {plan.goal}"
+    title = f"{named.model}: {answers} of {plan.context:,} tokens (a token is about a word), for the {GOALS[plan.goal]}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("Layout", overflow="fold", ratio=3)
     table.add_column("Layers", overflow="fold", ratio=1)
     table.add_column("Memory", overflow="fold", ratio=3)
-    table.add_column("ms/token\n1 stream", justify="right")
-    table.add_column("tokens/s\n1 stream", justify="right")
+    table.add_column("ms/token\n1 answer", justify="right")
+    table.add_column("tokens/s\n1 answer", justify="right")
     if plan.streams > 1:
-        table.add_column(f"tokens/s\n{plan.streams} streams", justify="right")
+        table.add_column(f"tokens/s\n{plan.streams} answers", justify="right")
     table.add_column("prompt\ntokens/s", justify="right")
     table.add_column("Why", overflow="fold", ratio=4)
     rows = plan.candidates if all_rows else _best(plan)
@@ -84,7 +86,7 @@ def print_plan(console: Console, plan: LayoutPlan, cluster: Cluster, request: Re
 
 def _figures(machines: Sequence[Machine]) -> str:
     measured = [machine.measured for machine in machines]
-    return "measured" if all(measured) else "measured and nominal" if any(measured) else "nominal"
+    return "measured" if all(measured) else "measured and published" if any(measured) else "published"
 
 
 def _best(plan: LayoutPlan) -> list[Candidate]:
@@ -194,12 +196,29 @@ def _meant(model: str) -> str:
 
 def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     if arguments.hosts or arguments.hostfile:
-        return read_hosts(arguments.hosts or [], arguments.hostfile, profile)
+        specs = arguments.hosts or []
+        try:
+            return read_hosts(specs, arguments.hostfile, profile)
+        except ConfigError:
+            if not (asked := _asked(arguments.hostfile, host_specs(specs), profile)):
+                raise
+            return read_hosts([*asked, *specs], arguments.hostfile, profile)
     if profile is None or not profile.hosts:
         return this_machine()
     if len(profile.hosts) > 1:
         arguments.hosts = [host.name for host in profile.hosts]  # so that the printed command names them
     return Hosts(machines=[measured_machine(host) for host in profile.hosts])
+
+
+def _asked(hostfile: str | None, specs: Sequence[str], profile: Profile | None) -> list[str]:
+    """Return memory and chip of the machines of a hosts file that nothing tells them of, asked there; none if one is away."""
+    told = {spec.partition("=")[0] for spec in specs}
+    hosts = () if hostfile is None else read_hostfile(hostfile).hosts
+    names = [host.ssh for host in hosts if not host.facts and host.ssh not in told and not (profile and profile.host(host.ssh))]
+    try:
+        return [host_spec(name, one.memory_bytes, one.chip) for name, one in gather_facts(names).items()] if names else []
+    except UsageError:
+        return []
 
 
 def _request(arguments: argparse.Namespace, model: Planned) -> Request:

@@ -92,7 +92,7 @@ def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
                 "parts": _text(replica.get("ranks")),
                 "running": _text(replica.get("running")),
                 "waiting": _text(replica.get("queued")),
-                "token room": None if used is None else f"{used} of {total}",
+                "room": None if used is None else f"{used} of {total}",
                 " ": None if used is None else bar(used, total or 0),
                 "tokens/s": None if rate is None else f"{rate:.1f}",
                 "restarts": str(replica.get("process_restarts", 0) + replica.get("restarts", 0)),

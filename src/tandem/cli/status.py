@@ -31,7 +31,7 @@ NEWS_S = 0.6
 _SHOWN_EVENTS = 8
 _WIDTH = 140
 """Columns if the output is no terminal."""
-_UNITS = "model, tokens, highest: memory for its part, for conversations, and the most so far; a token is about a word"
+_UNITS = "room: tokens used, of all; model, tokens, highest: memory for its part, for those, most so far; token: about a word"
 
 
 @dataclass

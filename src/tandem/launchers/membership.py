@@ -120,7 +120,7 @@ class Membership:
             self._tickets[slot] = ticket
             self._refusals.pop(slot, None)
             for member in [other for other in self._members.values() if other.slot == slot]:
-                self._strike(member, "another is started in its place", level=logging.INFO)
+                self._strike(member, "makes way for another that is started", level=logging.INFO)
 
     def fill(self, count: int) -> list[JoinedHost | None]:
         """Return the host of each of `count` ranks, None if missing. Standby hosts fill empty slots in order of joining."""
@@ -158,7 +158,7 @@ class Membership:
         with self._changed:
             member.rank = rank
             if member.identity not in self._members:
-                rank.ended(LOST, "is lost with its host")
+                rank.ended(LOST, "is lost with the Tandem there")
         return rank
 
     def reserve(self, member: JoinedHost, address: str, count: int, wanted: list[int]) -> list[int]:
@@ -300,7 +300,7 @@ class Membership:
 
     def _strike(self, member: JoinedHost, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]
-        log.log(level, "%s is lost: %s", member.facts.name, reason)
+        log.log(level, "%s is lost: Tandem there %s", member.facts.name, reason)
         if member.rank is not None:
-            member.rank.ended(LOST, f"is lost with its host, which {reason}")
+            member.rank.ended(LOST, f"is lost with the Tandem there, which {reason}")
         self._changed.notify_all()

@@ -16,6 +16,8 @@ from tandem.system.metal import gpu_memory
 
 TOLERANCE: dict[Goal, float] = {"latency": 0.05, "throughput": 0.02, "capacity": 0.02}
 """Advantages below this fraction are within the estimates' error; the layout with fewer machines is then chosen."""
+GOALS: dict[Goal, str] = {"latency": "fastest answer", "throughput": "most tokens a second", "capacity": "most room"}
+"""Property that the chosen layout has most of, by goal."""
 _MUCH = 0.25
 """Fraction of a step from which the network is named as the reason."""
 _BITS = (8, 4)
@@ -84,8 +86,8 @@ def why_won(
     found = chosen.prediction
     assert found is not None
     measure = {
-        "latency": f"one stream gets {rate(found.tokens_single)} tokens/s ({seconds(found.step_single)} a token)",
-        "throughput": f"{streams} streams get {rate(found.tokens)} tokens/s together",
+        "latency": f"one answer gets {rate(found.tokens_single)} tokens/s ({seconds(found.step_single)} a token)",
+        "throughput": f"{streams} answers get {rate(found.tokens)} tokens/s together",
         "capacity": f"{found.capacity:,} tokens fit",
     }[goal]
     rank = "as asked for" if chosen.manual else _rank(chosen, fitting, goal)
@@ -93,14 +95,14 @@ def why_won(
     if found.collectives:
         lines.append(
             f"Of each token's {seconds(found.step_single)}, {seconds(found.communication)} are communication: "
-            f"{found.collectives} sums over the machines, {seconds(found.collective)} each."
+            f"the machines wait for one another {found.collectives} times, {seconds(found.collective)} each."
         )
     lines.append(_fullest(found.memory, machines))
     return tuple(lines)
 
 
 def _rank(chosen: Candidate, fitting: Sequence[Candidate], goal: Goal) -> str:
-    words = {"latency": "lowest latency", "throughput": "highest throughput", "capacity": "largest capacity"}[goal]
+    words = GOALS[goal]
     if len(fitting) == 1:
         return "the only layout that fits"
     best = max(fitting, key=lambda c: advantage(c, chosen, goal))
@@ -141,11 +143,11 @@ def _cause(layout: Layout, loser: Prediction) -> str:
     stages = layout.replicas[0]
     if loser.collectives and loser.communication > _MUCH * loser.step_single:
         return (
-            f"; {loser.collectives} sums over the machines, {seconds(loser.collective)} each, take "
+            f"; the machines wait for one another {loser.collectives} times, {seconds(loser.collective)} each, "
             f"{loser.communication / loser.step_single:.0%} of it"
         )
     if len(layout.replicas) > 1 and len(stages) == 1 and len(stages[0].machines) == 1:
-        return "; each stream is answered by one machine alone"
+        return "; each answer comes from one machine alone"
     if len(stages) > 1:
         return "; the machines work on a token in turn"
     if len(layout.machines) == 1:
@@ -178,7 +180,7 @@ def refusal(answer: LayoutPlan) -> str:
     """Return the error text for a model that fits nowhere: the closest layout, and remedies."""
     closest = answer.candidates[0]
     ways = "; ".join(answer.remedies) or "no single change that the planner knows is enough"
-    asked = f"{answer.context:,} tokens of context for {answer.streams} stream{'s' if answer.streams > 1 else ''}"
+    asked = f"{answer.context:,} tokens of context for {answer.streams} answer{'s' if answer.streams > 1 else ''} at once"
     return in_words(f"nothing fits {asked}; closest is {closest.label}, which {closest.reason}. Would fit: {ways}")
 
 
@@ -220,7 +222,7 @@ def _smaller_request(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
     streams = _largest(lambda n: fits(costs.changed(request=replace(asked, streams=n))), asked.streams - 1)
     return [
         *([f"a context of {steps * _STEP:,} tokens (--context {steps * _STEP})"] if steps else []),
-        *([f"{streams} stream{'s' if streams > 1 else ''} at once (--streams {streams})"] if streams else []),
+        *([f"{streams} answer{'s' if streams > 1 else ''} at once (--streams {streams})"] if streams else []),
     ]
 
 

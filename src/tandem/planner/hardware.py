@@ -149,10 +149,10 @@ def with_fences(machines: Sequence[Machine], fast: bool) -> tuple[list[Machine],
         return list(machines), ""
     if not fast:
         return list(machines), (
-            f"Each sum over the machines waits {METAL_FENCE * 1e6:.0f} us for a Mac's GPU; with "
+            f"A Mac that waits for another waits {METAL_FENCE * 1e6:.0f} us for its own GPU too; with "
             f"--fast-sync auto about {FAST_METAL_FENCE * 1e6:.0f} us (docs/two-machines.md says what that risks)."
         )
-    note = f"--fast-sync: each sum over the machines waits {FAST_METAL_FENCE * 1e6:.0f} us for a Mac's GPU."
+    note = f"--fast-sync: a Mac that waits for another waits {FAST_METAL_FENCE * 1e6:.0f} us for its own GPU too."
     return [replace(m, fence=FAST_METAL_FENCE) if m.fence == METAL_FENCE else m for m in machines], note
 
 

@@ -59,6 +59,12 @@ def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | No
     )
 
 
+def host_spec(name: str, memory_bytes: int, chip: str) -> str:
+    """Return the specification of a machine for `--hosts`, from what it says of itself."""
+    known = chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
+    return f"{name}={memory_bytes / GIB:.1f}GB:{known}"
+
+
 def host_specs(texts: Sequence[str]) -> list[str]:
     """Split texts with comma-separated host specifications into single ones."""
     return [part for text in texts for part in text.split(",") if part]

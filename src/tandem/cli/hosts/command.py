@@ -77,9 +77,7 @@ def write(arguments: argparse.Namespace) -> int:
         return 0
     Path(arguments.file).write_text(text + "\n", encoding="utf-8")
     read_hostfile(arguments.file, "hosts write")
-    print(
-        f"{arguments.file} is written for {len(hosts)} host(s); next: tandem doctor --hostfile {arguments.file}", file=sys.stderr
-    )
+    print(f"{arguments.file} is for {len(hosts)} machine(s); next: tandem doctor --hostfile {arguments.file}", file=sys.stderr)
     return 0
 
 

@@ -167,4 +167,4 @@ def collective(evidence: Evidence, findings: Findings) -> str:
         for size, seconds in times.latency_s.items():
             slowest[int(size)] = max(slowest.get(int(size), 0.0), seconds)
     shown = ", ".join(f"{size >> 10} KiB {seconds * 1e3:.2f} ms" for size, seconds in sorted(slowest.items()))
-    return f"sums over {len(evidence.collected)} machines{over} are right: {shown}"
+    return f"sums that {len(evidence.collected)} machines make together{over} are right: {shown}"

@@ -110,7 +110,7 @@ function show(plan) {
     element("h3", {}, "All layouts"),
     element("div", { class: "card scroll" }, table(plan)),
     best ? element("ul", { class: "lines quiet" }, ...lines(plan.notes)) : null,
-    element("p", { class: "quiet" }, "Estimates from nominal figures: good for comparing layouts, not a promise."),
+    element("p", { class: "quiet" }, "Estimates from published figures: good for comparing layouts, not a promise."),
   ].filter(Boolean));
 }
 
