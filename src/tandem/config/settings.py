@@ -250,8 +250,8 @@ class SpeculationSettings:
     without it, and where it does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named,
     else mtp if there is a head, else none."""
     draft_model: Filled | None = None
-    """Small model with the same tokenizer (directory, GGUF file, hub id), or an EAGLE-3 head; the rank that samples loads
-    all of it."""
+    """Small model of the same tokenizer, or an EAGLE-3 head: directory, file or hub id; the rank that samples loads all
+    of it."""
     num_speculative_tokens: Drafts = 5
     """Most tokens that are guessed for a sequence at once."""
     prompt_lookup_max: Lookup = 5
