@@ -214,7 +214,7 @@ def remove(model: Stored) -> None:
 def remove_partial(repo: str) -> None:
     """Delete files of a hub model whose download was ended; those that another process downloads now stay."""
     root = f"models--{repo.replace('/', '--')}"
-    for path in hub_dir().glob(f"{root}/blobs/*.incomplete"):
+    for path in (hub_dir() / root / "blobs").glob("*.incomplete"):
         if not in_use(hub_dir() / ".locks" / root / f"{path.name.rsplit('.', 2)[0]}.lock"):  # the hub client's own
             path.unlink(missing_ok=True)
 

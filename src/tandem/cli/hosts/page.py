@@ -11,12 +11,14 @@ import http.client
 import json
 import secrets
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import msgspec
 
@@ -44,22 +46,23 @@ _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "date", "server", "host", "origin", "x-page-key"}
 )
 """Headers that are not passed on, or written anew."""
-_ROOT = "/v1/agent"
+_ROOT, _JSON = "/v1/agent", {"content-type": "application/json"}
+_Text = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^[^\0]*$")]
 
 
 class _Asked(msgspec.Struct):
     """Body of a request: each action reads what it needs."""
 
-    model: str = ""
+    model: _Text = ""
     """Name of a model; for a search words, without which all of this disk and the catalogue are found."""
-    hosts: list[str] = []
+    hosts: list[_Text] = []
     """Hosts for `tandem hosts write`, or machines for `tandem plan --hosts`; in the layout's order for a start."""
-    flags: list[str] = []
+    flags: list[_Text] = []
     """Flags of the plan, for `tandem up`."""
     context: int = 8192
     streams: int = 1
-    agent: str = ""
-    code: str = ""
+    agent: _Text = ""
+    code: _Text = ""
     seconds: float = 3.0
     """Time for which agents are listened for; 0 asks those alone that are paired."""
 
@@ -70,7 +73,7 @@ def start_page(name: str, port: int) -> str:
         server = _PageServer((_HERE, port), _Handler)
     except OSError as error:
         raise UsageError(f"--page {port}: {error.strerror}; name another port", param="page") from error
-    server.name, server.key, server.fetches = name, secrets.token_urlsafe(16), {}
+    server.name, server.key, server.fetches, server.changing = name, secrets.token_urlsafe(16), {}, threading.Lock()
     start_thread(server.serve_forever, name="page", on_failure=lambda _: None)
     return f"http://{_HERE}:{server.server_address[1]}/ui#key={server.key}"
 
@@ -80,6 +83,8 @@ class _PageServer(ThreadingHTTPServer):
     name = key = ""
     fetches: dict[str, _Fetch]
     """Downloads since the start, by the model's name."""
+    changing: threading.Lock
+    """Held while `fetches` is changed."""
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: a browser that leaves is no error, and the terminal shows codes."""
@@ -121,15 +126,15 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: paths and keys are nobody's business."""
 
     def _answer(self) -> None:
-        port = self.server.server_address[1]
+        port, length = self.server.server_address[1], self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not length.isdecimal() or len(length) > 9 or int(length) > MOST_BODY:
+            told = f"A body may have {MOST_BODY} bytes, as Content-Length says."
+            return self._error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, told, "too_large")
+        body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
         names = {f"{_HERE}:{port}", f"localhost:{port}"}
         origin = self.headers.get("Origin")
         if self.headers.get("Host") not in names or (origin and origin.removeprefix("http://") not in names):
             return self._error(HTTPStatus.FORBIDDEN, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length[:20]) > MOST_BODY:
-            return self._error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A body may have {MOST_BODY} bytes.", "too_large")
-        body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
         if path in PATHS or path == "/":
             found = file_response("index.html" if path in ("/", "/ui") else path.removeprefix("/ui/"))
             return self._send(found.status_code, bytes(found.body), dict(found.headers))
@@ -145,9 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(HTTPStatus.NOT_FOUND, f"There is no {action!r}.", "unknown_url")
         try:
             answer = _ACTIONS[action](self.server, msgspec.json.decode(body or b"{}", type=_Asked))
-        except (TandemError, OSError, ValueError, msgspec.MsgspecError) as error:
+        except (TandemError, OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             return self._error(HTTPStatus.BAD_REQUEST, printable(getattr(error, "message", str(error))), "refused")
-        return self._send(HTTPStatus.OK, json.dumps(answer).encode(), {"content-type": "application/json"})
+        return self._send(HTTPStatus.OK, json.dumps(answer).encode())
 
     def _pass_on(self, body: bytes) -> None:
         """Pass a request on to the server in the background, and its answer back as it comes."""
@@ -162,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 connection.request(self.command, self.path, body, headers)
                 answer = connection.getresponse()
-            except (OSError, http.client.HTTPException):
+            except (OSError, ValueError, http.client.HTTPException):
                 return self._error(HTTPStatus.SERVICE_UNAVAILABLE, "The server starts, or ends: wait a moment.", "no_server")
             self.send_response_only(answer.status)
             for name, value in answer.getheaders():
@@ -174,10 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(data)
 
     def _error(self, status: HTTPStatus, message: str, code: str) -> None:
+        """Answer with an error, and close: what is unread of the body must not be taken for another request."""
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-        self._send(status, json.dumps(body).encode(), {"content-type": "application/json"})
+        self._send(status, json.dumps(body).encode(), {**_JSON, "connection": "close"})
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str] = _JSON) -> None:
         self.send_response_only(status)
         for name, value in {**headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)
@@ -268,17 +274,19 @@ def _plan(server: _PageServer, asked: _Asked) -> object:
 
 def _fetch(server: _PageServer, asked: _Asked) -> None:
     """Start to fetch a model; one that is being fetched goes on."""
-    running = server.fetches.get(model := _word(asked.model, "model"))
-    if running is None or running.process.poll() is not None:
-        server.fetches[model] = _Fetch(model)
+    with server.changing:
+        running = server.fetches.get(model := _word(asked.model, "model"))
+        if running is None or running.process.poll() is not None:
+            server.fetches[model] = _Fetch(model)
 
 
 def _cancel(server: _PageServer, asked: _Asked) -> None:
     """End a download; files that have arrived whole are kept for the next one."""
-    if (running := server.fetches.pop(asked.model, None)) is not None:
-        running.process.terminate()
-        running.process.wait()
-        remove_partial(asked.model)
+    with server.changing:
+        if (running := server.fetches.pop(asked.model, None)) is not None:
+            running.process.terminate()
+            running.process.wait()
+            remove_partial(asked.model)
 
 
 def _start(server: _PageServer, asked: _Asked) -> str:
