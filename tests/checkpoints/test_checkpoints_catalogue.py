@@ -191,6 +191,13 @@ def test_a_mirror_that_answers_something_else_is_told_in_one_line():
         [].__getattribute__("get")  # as the hub's client does with an answer that is a list
 
 
+def test_the_hub_cache_is_where_the_hub_client_has_it(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub_dir() == tmp_path / "huggingface" / "hub"
+
+
 def test_a_full_disk_says_what_to_do(monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -114,9 +113,8 @@ def _header(repo: str, commit: str, snapshot: Path, name: str) -> bytes:
         if (snapshot / name).is_file():
             with (snapshot / name).open("rb") as file:
                 return file.read(length)
-        url = hf_hub_url(repo, name, revision=commit)
         headers = {**build_hf_headers(), "range": f"bytes=0-{length - 1}", "accept-encoding": "identity"}
-        return _first_bytes(url, length, headers=headers)
+        return _first_bytes(hf_hub_url(repo, name, revision=commit), length, headers=headers)
 
     raw = start(HEADER_GUESS)
     try:
@@ -126,7 +124,7 @@ def _header(repo: str, commit: str, snapshot: Path, name: str) -> bytes:
     return raw[:length] if length <= len(raw) else start(length)
 
 
-def _first_bytes(url: str, length: int, within_s: float = math.inf, **request: Any) -> bytes:
+def _first_bytes(url: str, length: int, within_s: float = 600.0, **request: Any) -> bytes:
     """Return the first `length` bytes of an answer, or all of a shorter one. Raise `HUB_ERRORS`, also after `within_s`."""
     data, end = bytearray(), time.monotonic() + within_s
     with get_session().stream("GET", url, timeout=min(TIMEOUT_S, within_s), **request) as response:

@@ -187,10 +187,8 @@ def stored() -> Iterator[Stored]:
 
 def hub_dir() -> Path:
     """Return the hub's own cache directory."""
-    if (own := variable("HF_HUB_CACHE")) is not None:
-        return Path(own).expanduser()
-    home = variable("HF_HOME")
-    return (Path(home).expanduser() if home is not None else Path.home() / ".cache" / "huggingface") / "hub"
+    home = variable("HF_HOME") or os.path.join(variable("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(variable("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
 def find_stored(name: str) -> Stored:

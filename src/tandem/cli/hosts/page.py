@@ -14,7 +14,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,10 +41,10 @@ from tandem.supervision.record import DEFAULT_NAME, Background
 COMMAND_S = 300.0
 MOST_BODY = 64 * 2**20
 _HERE = "127.0.0.1"
-_HOP = frozenset(
-    {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "date", "server", "host", "origin", "x-page-key"}
-)
+_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "date", "server", "host", "origin", "x-page-key"}
 """Headers that are not passed on, or written anew."""
+_changing = threading.Lock()
+"""Held while downloads are begun or ended."""
 _ROOT, _JSON = "/v1/agent", {"content-type": "application/json"}
 _Text = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^[^\0]*$")]
 
@@ -73,7 +72,7 @@ def start_page(name: str, port: int) -> str:
         server = _PageServer((_HERE, port), _Handler)
     except OSError as error:
         raise UsageError(f"--page {port}: {error.strerror}; name another port", param="page") from error
-    server.name, server.key, server.fetches, server.changing = name, secrets.token_urlsafe(16), {}, threading.Lock()
+    server.name, server.key, server.fetches = name, secrets.token_urlsafe(16), {}
     start_thread(server.serve_forever, name="page", on_failure=lambda _: None)
     return f"http://{_HERE}:{server.server_address[1]}/ui#key={server.key}"
 
@@ -83,8 +82,6 @@ class _PageServer(ThreadingHTTPServer):
     name = key = ""
     fetches: dict[str, _Fetch]
     """Downloads since the start, by the model's name."""
-    changing: threading.Lock
-    """Held while `fetches` is changed."""
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: a browser that leaves is no error, and the terminal shows codes."""
@@ -94,8 +91,8 @@ class _Fetch:
     """A `tandem pull` in a process of its own, and what it printed last."""
 
     def __init__(self, model: str) -> None:
-        command, both = module_command("tandem", "pull", "--json", model), subprocess.STDOUT
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=both, text=True, env=child_environment())
+        command, pipe, both = module_command("tandem", "pull", "--json", model), subprocess.PIPE, subprocess.STDOUT
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, errors="replace", env=child_environment())
         self.model, self.said, self.progress = model, "", {"completed": 0, "total": 0}
         start_thread(self._follow, name="fetch", on_failure=lambda _: self.process.kill())
 
@@ -128,13 +125,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         port, length = self.server.server_address[1], self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not length.isdecimal() or len(length) > 9 or int(length) > MOST_BODY:
-            told = f"A body may have {MOST_BODY} bytes, as Content-Length says."
-            return self._error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, told, "too_large")
+            return self._error(413, f"A body may have {MOST_BODY} bytes, as Content-Length says.", "too_large")
         body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
         names = {f"{_HERE}:{port}", f"localhost:{port}"}
         origin = self.headers.get("Origin")
         if self.headers.get("Host") not in names or (origin and origin.removeprefix("http://") not in names):
-            return self._error(HTTPStatus.FORBIDDEN, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
+            return self._error(403, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
         if path in PATHS or path == "/":
             found = file_response("index.html" if path in ("/", "/ui") else path.removeprefix("/ui/"))
             return self._send(found.status_code, bytes(found.body), dict(found.headers))
@@ -144,31 +140,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _act(self, action: str, body: bytes) -> None:
         if not hmac.compare_digest(self.headers.get("X-Page-Key", "").encode(), self.server.key.encode()):
-            remedy = "Open the address that `tandem agent --page` has printed, with its key."
-            return self._error(HTTPStatus.FORBIDDEN, remedy, "page_key")
+            return self._error(403, "Open the address that `tandem agent --page` has printed, with its key.", "page_key")
         if action not in _ACTIONS:
-            return self._error(HTTPStatus.NOT_FOUND, f"There is no {action!r}.", "unknown_url")
+            return self._error(404, f"There is no {action!r}.", "unknown_url")
         try:
             answer = _ACTIONS[action](self.server, msgspec.json.decode(body or b"{}", type=_Asked))
         except (TandemError, OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            return self._error(HTTPStatus.BAD_REQUEST, printable(getattr(error, "message", str(error))), "refused")
-        return self._send(HTTPStatus.OK, json.dumps(answer).encode())
+            return self._error(400, printable(getattr(error, "message", str(error))), "refused")
+        return self._send(200, json.dumps(answer).encode())
 
     def _pass_on(self, body: bytes) -> None:
         """Pass a request on to the server in the background, and its answer back as it comes."""
         place = Background(DEFAULT_NAME)
-        record = place.record() if place.runs() else None
-        if record is None:
-            return self._error(
-                HTTPStatus.SERVICE_UNAVAILABLE, "No model runs: start one in the view Start, or with `tandem up`.", "no_server"
-            )
+        if not place.runs() or (record := place.record()) is None:
+            return self._error(503, "No model runs: start one in the view Start, or with `tandem up`.", "no_server")
         with closing(http.client.HTTPConnection(_HERE, record.port)) as connection:
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
             try:
                 connection.request(self.command, self.path, body, headers)
                 answer = connection.getresponse()
             except (OSError, ValueError, http.client.HTTPException):
-                return self._error(HTTPStatus.SERVICE_UNAVAILABLE, "The server starts, or ends: wait a moment.", "no_server")
+                return self._error(503, "The server starts, or ends: wait a moment.", "no_server")
             self.send_response_only(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in _HOP:
@@ -178,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             while data := answer.read1(2**16):
                 self.wfile.write(data)
 
-    def _error(self, status: HTTPStatus, message: str, code: str) -> None:
+    def _error(self, status: int, message: str, code: str) -> None:
         """Answer with an error, and close: what is unread of the body must not be taken for another request."""
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
         self._send(status, json.dumps(body).encode(), {**_JSON, "connection": "close"})
@@ -229,23 +221,22 @@ def _find(server: _PageServer, asked: _Asked) -> list[JsonObject]:
     """Return this machine, the agents that answer, and paired ones that are not announced; with the words for plans and
     hosts files."""
     facts = gather(GatherFacts())
-    rows: list[JsonObject] = [_row(server.name, _HERE, _HERE, facts.chip, facts.memory_bytes, paired=True)]
+    rows = {server.name: {**_row(server.name, _HERE, facts.chip, facts.memory_bytes, paired=True), "host": _HERE}}
     with suppress(UsageError):  # no multicast here: paired machines are asked at their addresses
         found = json.loads(_tandem("hosts", "find", "--json", "--timeout", str(asked.seconds))) if asked.seconds else []
         for one in found:
             where = ", ".join(one["addresses"])
-            rows.append(_row(one["name"], PREFIX + one["name"], where, one["chip"], one["memory_bytes"], paired=one["paired"]))
-    rows = [rows[0], *(row for row in rows[1:] if row["name"] != server.name)]
+            rows.setdefault(one["name"], _row(one["name"], where, one["chip"], one["memory_bytes"], paired=one["paired"]))
     for name, peer in Trust("head").peers().items():
-        if name not in {row["name"] for row in rows}:
+        if name not in rows:
             with suppress(UsageError):  # it is off
                 there = gather_facts([PREFIX + name])[PREFIX + name]
-                rows.append(_row(name, PREFIX + name, peer.address, there.chip, there.memory_bytes, paired=True))
-    return rows
+                rows[name] = _row(name, peer.address, there.chip, there.memory_bytes, paired=True)
+    return list(rows.values())
 
 
-def _row(name: str, host: str, address: str, chip: str, memory: int, *, paired: bool) -> JsonObject:
-    known = chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
+def _row(name: str, address: str, chip: str, memory: int, *, paired: bool) -> JsonObject:
+    host, known = PREFIX + name, chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
     plan = f"{name}={memory / 2**30:.1f}GB:{known}"
     return {"name": name, "host": host, "address": address, "chip": chip, "memory_bytes": memory, "paired": paired, "plan": plan}
 
@@ -274,7 +265,7 @@ def _plan(server: _PageServer, asked: _Asked) -> object:
 
 def _fetch(server: _PageServer, asked: _Asked) -> None:
     """Start to fetch a model; one that is being fetched goes on."""
-    with server.changing:
+    with _changing:
         running = server.fetches.get(model := _word(asked.model, "model"))
         if running is None or running.process.poll() is not None:
             server.fetches[model] = _Fetch(model)
@@ -282,7 +273,7 @@ def _fetch(server: _PageServer, asked: _Asked) -> None:
 
 def _cancel(server: _PageServer, asked: _Asked) -> None:
     """End a download; files that have arrived whole are kept for the next one."""
-    with server.changing:
+    with _changing:
         if (running := server.fetches.pop(asked.model, None)) is not None:
             running.process.terminate()
             running.process.wait()
