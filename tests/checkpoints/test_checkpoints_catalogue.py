@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
+import time
 from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -124,10 +126,13 @@ def hub(monkeypatch):
             self.send_response(200)
             self.send_header("Content-Length", str(len(self.server.body)))
             self.end_headers()
-            self.wfile.write(self.server.body)
+            for byte in self.server.body if self.server.slow else ():
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.05)
+            self.wfile.write(b"" if self.server.slow else self.server.body)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
-    server.asked, server.body = [], b"[]"
+    server.asked, server.body, server.slow = [], b"[]", False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr("tandem.checkpoints.hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setattr("tandem.checkpoints.hub.build_hf_headers", dict)  # the client's own asks the hub for more, and keeps it
@@ -143,7 +148,8 @@ def test_a_search_has_the_catalogue_and_what_the_hub_finds_with_what_fits(hub, c
     found = [
         {"id": "org/coder", "safetensors": {"parameters": {"BF16": 1 << 30, "U32": 1 << 28}}},
         {"id": "org/unsized"},
-        {"id": "org/\x1b]0;title\x07\x1b[31mred"},
+        *({"id": one} for one in ("org/\x1b]0;title\x07\x1b[31mred", "org/two\nlines", "-rf", "<img src=x>/x")),
+        *({"id": "org/odd", "safetensors": {"parameters": {"F32": one}}} for one in (math.nan, -5, 10**400, 1e300)),
         {"id": twice},
     ]
     hub.body = json.dumps(found).encode()
@@ -151,7 +157,10 @@ def test_a_search_has_the_catalogue_and_what_the_hub_finds_with_what_fits(hub, c
     table = capsys.readouterr()
     assert re.search(r"qwen3-coder:30b +mlx-community/\S+-4bit +qwen3_moe +16.0 GiB +does not fit: needs about", table.out)
     assert re.search(r"org/coder +- +3.0 GiB +fits", table.out) and "size unknown" in table.out
-    assert "org/]0;title[31mred" in table.out, "names from a mirror leave the terminal alone"
+    assert "red" not in table.out and "lines" not in table.out and "img" not in table.out, (
+        "names that are no hub ids are left out"
+    )
+    assert len(re.findall(r"org/odd +- +- +size unknown", table.out)) == 4, "sizes that cannot be are unknown"
     assert table.out.count(twice) == 1 and "search=qwen3+coder+30b&filter=mlx" in hub.asked[0]
     assert main(["search"]) == 0 and len(hub.asked) == 1, "the hub is not asked for everything"
     assert capsys.readouterr().out.count("mlx-community/") > 80
@@ -170,9 +179,23 @@ def test_without_the_hub_the_catalogue_is_searched(hub, body, monkeypatch, capsy
     assert "nothing is found (did you mean qwen3" in capsys.readouterr().err
 
 
+def test_a_mirror_that_drips_is_not_waited_for(hub, monkeypatch, capsys):
+    monkeypatch.setattr("tandem.checkpoints.hub.SEARCH_S", 0.4)
+    hub.body, hub.slow = b" " * 100, True
+    assert main(["search", "phi4-mini"]) == 0
+    assert "left out: it has not answered whole within" in capsys.readouterr().err
+
+
 def test_a_mirror_that_answers_something_else_is_told_in_one_line():
     with pytest.raises(ModelNotFound, match="the hub cannot be reached"), _explained("org/model", None):
         [].__getattribute__("get")  # as the hub's client does with an answer that is a list
+
+
+def test_the_hub_cache_is_where_the_hub_client_has_it(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub_dir() == tmp_path / "huggingface" / "hub"
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch):

@@ -365,25 +365,41 @@ def test_an_update_is_looked_at_first_and_one_that_cannot_be_changes_nothing(tmp
         assert checkout("rev-parse", "HEAD") == head
         return capfd.readouterr().err
 
-    checkout.publish("theirs")
-    assert main(["update", "--check"]) == 0 and re.search(r"origin/main has more: 1\n  \w+ theirs", capfd.readouterr().out)
+    checkout.publish("theirs \x1b[31mred")
+    assert main(["update", "--check"]) == 0 and re.search(
+        r"origin/main has more: 1\n  \w+ theirs \[31mred", capfd.readouterr().out
+    )
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(checkout.path / "NEWS"))
+    assert main(["update", "--check"]) == 2 and "File exists" in capfd.readouterr().err, "the servers cannot be asked"
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path))
     (checkout.path / "NEWS").write_text("mine\n")
     assert "has local changes (NEWS): commit them, or `git stash`" in update()
     checkout("commit", "-q", "-a", "-m", "mine")
     assert "git merge in" in (said := update()) and "`git rebase`" in said
     checkout("reset", "-q", "--hard", "HEAD^")
     checkout("remote", "set-url", "origin", str(tmp_path / "gone"))
-    assert "gone' does not appear to be a git repository; is there a network?" in update()
+    assert "gone' does not appear to be a git repository" in (said := update()) and said.endswith("Nothing was changed\n")
     checkout("remote", "set-url", "origin", str(checkout.origin))
     checkout("checkout", "-q", "--detach")
     assert "HEAD does not point to a branch; `git switch main`" in update()
     checkout("switch", "-q", "main")
+    (checkout.origin / "mine").touch()
+    checkout.publish("A file that is here too")
+    (checkout.path / "mine").touch()
+    assert "would be overwritten by merge: mine Please move" in update()
+    (checkout.path / "mine").unlink()
     (checkout.origin / "scripts" / "setup").write_text("#!/bin/sh\nexit 1\n")
     checkout.publish("set-up that fails")
     before = checkout("describe", "--always")
     assert main(["update"]) == 2 and f"or `git reset --keep {before}` goes back" in capfd.readouterr().err
+    (checkout.origin / "scripts" / "setup").unlink()
+    checkout.publish("no set-up")
+    assert main(["update"]) == 2 and "has the new code without its environment" in capfd.readouterr().err
     monkeypatch.setattr("tandem.cli.hosts.update.CHECKOUT", tmp_path)
     assert "this Tandem is no checkout: `" in update()
+    monkeypatch.setattr("tandem.cli.hosts.update.CHECKOUT", checkout.path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["update"]) == 2 and "git cannot be run" in capfd.readouterr().err
 
 
 def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypatch):

@@ -130,6 +130,7 @@ MISTAKES = [
     ("servee", "tandem: there is no command 'servee'; did you mean serve?"),
     ("stop", "there is no command 'stop'; `tandem down` ends a server, `tandem model unload` a model"),
     ("serve m --task=embed -c 9", "--task: not needed here, leave it out; -c: use --max-context here"),
+    ("parity m --quantization 4bit", "parity: unrecognized arguments: --quantization; `tandem parity"),
     ("xyzzy", "there is no command 'xyzzy'; `tandem --help` lists all"),
     ("serve", "no model is given"),
     ("serve demo --prot 1", "did you mean --port?"),

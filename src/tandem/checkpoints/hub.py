@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url, snapshot_download
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
@@ -16,19 +19,19 @@ from huggingface_hub.utils import tqdm as hub_bar
 
 from tandem.checkpoints.catalogue import copies_of
 from tandem.checkpoints.files import Progress, weight_names
+from tandem.checkpoints.resolve import HUB_ID
 from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.checkpoints.stored import hub_dir, new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
 from tandem.json_types import JsonObject
-from tandem.printable import printable
 
 HEADER_GUESS = 128 * 1024
 """Bytes of the first request; nearly every header is shorter."""
 PARALLEL = 8
 TIMEOUT_S = 30.0
-SEARCH_S, FOUND = 8.0, 10
-"""Seconds that a search may take, and models that it asks for."""
+SEARCH_S, FOUND, MOST_ANSWER = 8.0, 10, 2**22
+"""Seconds that a search may take, models that it asks for, and bytes of an answer that are read."""
 
 HUB_ERRORS: tuple[type[Exception], ...] = (
     *(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)),
@@ -84,13 +87,14 @@ def search(words: str) -> list[tuple[str, int]]:
     Raise `ANSWER_ERRORS`.
     """
     asked: JsonObject = {"search": words, "filter": "mlx", "sort": "downloads", "limit": FOUND, "expand": ["safetensors"]}
-    response = get_session().get(f"{constants.ENDPOINT}/api/models", params=asked, headers=build_hf_headers(), timeout=SEARCH_S)
-    hf_raise_for_status(response)
+    raw = _first_bytes(f"{constants.ENDPOINT}/api/models", MOST_ANSWER, SEARCH_S, params=asked, headers=build_hf_headers())
     found = []
-    for model in response.json():
+    for model in json.loads(raw):
         stored = (model.get("safetensors") or {}).get("parameters") or {}
         bits = {dtype: int((re.findall(r"\d+", dtype) or [8])[0]) for dtype in stored}  # BF16, U32, F8_E4M3, BOOL
-        found.append((printable(str(model["id"])), sum(count * bits[dtype] // 8 for dtype, count in stored.items())))
+        nbytes = sum(count * bits[dtype] // 8 for dtype, count in stored.items())
+        if HUB_ID.fullmatch(str(model["id"])):
+            found.append((str(model["id"]), int(nbytes) if 0 <= nbytes < 2**50 else 0))
     return found
 
 
@@ -109,7 +113,8 @@ def _header(repo: str, commit: str, snapshot: Path, name: str) -> bytes:
         if (snapshot / name).is_file():
             with (snapshot / name).open("rb") as file:
                 return file.read(length)
-        return _first_bytes(repo, commit, name, length)
+        headers = {**build_hf_headers(), "range": f"bytes=0-{length - 1}", "accept-encoding": "identity"}
+        return _first_bytes(hf_hub_url(repo, name, revision=commit), length, headers=headers)
 
     raw = start(HEADER_GUESS)
     try:
@@ -119,16 +124,17 @@ def _header(repo: str, commit: str, snapshot: Path, name: str) -> bytes:
     return raw[:length] if length <= len(raw) else start(length)
 
 
-def _first_bytes(repo: str, commit: str, name: str, length: int) -> bytes:
-    url = hf_hub_url(repo, name, revision=commit)
-    headers = {**build_hf_headers(), "range": f"bytes=0-{length - 1}", "accept-encoding": "identity"}
-    data = bytearray()
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+def _first_bytes(url: str, length: int, within_s: float = 600.0, **request: Any) -> bytes:
+    """Return the first `length` bytes of an answer, or all of a shorter one. Raise `HUB_ERRORS`, also after `within_s`."""
+    data, end = bytearray(), time.monotonic() + within_s
+    with get_session().stream("GET", url, timeout=min(TIMEOUT_S, within_s), **request) as response:
         if response.is_error:
             response.read()  # loads the error's text
         hf_raise_for_status(response)
         for block in response.iter_bytes():
             data += block
+            if time.monotonic() > end:
+                raise TimeoutError(f"it has not answered whole within {within_s:.0f} s")
             if len(data) >= length:  # a server that ignores ranges sends the whole file
                 break
     return bytes(data[:length])

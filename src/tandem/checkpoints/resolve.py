@@ -18,7 +18,7 @@ from tandem.errors import ModelNotFound, UsageError
 from tandem.processes.device import this_device
 from tandem.system.files import file_trouble
 
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
 
 
 def resolve(model: str, *, revision: str | None = None, progress: Progress | None = None, weights: bool = True) -> ModelFiles:

@@ -187,10 +187,8 @@ def stored() -> Iterator[Stored]:
 
 def hub_dir() -> Path:
     """Return the hub's own cache directory."""
-    if (own := variable("HF_HUB_CACHE")) is not None:
-        return Path(own).expanduser()
-    home = variable("HF_HOME")
-    return (Path(home).expanduser() if home is not None else Path.home() / ".cache" / "huggingface") / "hub"
+    home = variable("HF_HOME") or os.path.join(variable("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(variable("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
 def find_stored(name: str) -> Stored:
@@ -214,7 +212,7 @@ def remove(model: Stored) -> None:
 def remove_partial(repo: str) -> None:
     """Delete files of a hub model whose download was ended; those that another process downloads now stay."""
     root = f"models--{repo.replace('/', '--')}"
-    for path in hub_dir().glob(f"{root}/blobs/*.incomplete"):
+    for path in (hub_dir() / root / "blobs").glob("*.incomplete"):
         if not in_use(hub_dir() / ".locks" / root / f"{path.name.rsplit('.', 2)[0]}.lock"):  # the hub client's own
             path.unlink(missing_ok=True)
 

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
             namespace.prompt = unknown.pop()  # argparse takes no optional argument that comes after options
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            told = "".join(remedy(flag) for flag in flags if self.seldom)
+            told = "".join(remedy(flag, self._option_string_actions) for flag in dict.fromkeys(flags) if self.seldom)
             if flags and not told and (near := _nearest(flags[0], self._option_string_actions)):
                 told = f"; did you mean {near}?"
             self.error(f"unrecognized arguments: {' '.join(flags or unknown)}{told}")

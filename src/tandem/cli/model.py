@@ -35,28 +35,24 @@ DAY_S = 86400.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen action. Raises UsageError."""
-    if arguments.action in ("ps", "load", "unload"):
-        return _of_server(arguments)
-    if arguments.action == "list":
-        return _list()
-    if arguments.action == "search":
-        return _search(arguments)
-    if arguments.action == "show":
-        return _show(arguments.name)
-    if arguments.action == "rm":
-        stored_model = find_stored(arguments.name)
-        remove(stored_model)
-        print(f"{stored_model.name} is removed; {size(stored_model.nbytes)} are free again")
-        return 0
-    if arguments.action == "prune":
-        return _prune(arguments.unused_days, dry_run=arguments.dry_run)
-    if arguments.action == "path":
-        print(resolve(arguments.name).path)
-        return 0
-    revision, quant = getattr(arguments, "revision", None), getattr(arguments, "quant", None)
-    as_json = getattr(arguments, "json", False)
-    path = fetched(arguments.name, revision, quant, _print_progress if as_json else None)
+    return _ACTIONS.get(arguments.action, _get)(arguments)
+
+
+def _get(arguments: argparse.Namespace) -> int:
+    as_json, quant = getattr(arguments, "json", False), getattr(arguments, "quant", None)
+    path = fetched(arguments.name, arguments.revision, quant, _print_progress if as_json else None)
     print(json.dumps({"status": "success", "path": str(path)}) if as_json else path)
+    return 0
+
+
+def _path(arguments: argparse.Namespace) -> int:
+    print(resolve(arguments.name).path)
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    remove(stored_model := find_stored(arguments.name))
+    print(f"{stored_model.name} is removed; {size(stored_model.nbytes)} are free again")
     return 0
 
 
@@ -84,7 +80,7 @@ def fetched(name: str, revision: str | None, quant: str | None, progress: Report
         return quantized(resolve(known[0].base if known else name, revision=revision, progress=report), quant, report)
 
 
-def _list() -> int:
+def _list(_: argparse.Namespace) -> int:
     table = Table("name", "kind", "size", "modified", box=None, pad_edge=False)
     for model in stored():
         kind, modified = model.kind if model.complete else "incomplete", time.localtime(model.modified)
@@ -123,14 +119,12 @@ def _search(arguments: argparse.Namespace) -> int:
     near = " or ".join(catalogue.closest(words))
     told = told if rows else f"nothing is found{f' (did you mean {near}?)' if near else ''}; {told}"
     found: list[JsonObject] = []
+    table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
     for name, copy, kind, expected in rows:
         nbytes = here.get(copy, expected)
         fits = catalogue.shortage(nbytes, available) or "fits" if nbytes else "size unknown"
         found.append({"name": name, "id": copy, "type": kind, "bytes": nbytes, "on_disk": copy in here, "fits": fits})
-    table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
-    for one in found:
-        shown, fits = size(one["bytes"]) if one["bytes"] else "-", "on disk, " * one["on_disk"] + one["fits"]
-        table.add_row(one["name"], one["id"], one["type"], shown, fits)
+        table.add_row(name, copy, kind, size(nbytes) if nbytes else "-", "on disk, " * (copy in here) + fits)
     if arguments.json:
         print(json.dumps({"models": found, "note": told}))
     elif rows:
@@ -139,9 +133,9 @@ def _search(arguments: argparse.Namespace) -> int:
     return 0 if rows else 1
 
 
-def _show(name: str) -> int:
+def _show(arguments: argparse.Namespace) -> int:
     """Print the facts of a model. Raises UsageError."""
-    files = resolve(name, weights=False)
+    files = resolve(arguments.name, weights=False)
     model = describe(files)
     quantised = f", {model.quantization.get('bits')} bits" if model.quantization else ""
     facts = {
@@ -162,7 +156,8 @@ def _show(name: str) -> int:
     return 0
 
 
-def _prune(days: float, *, dry_run: bool) -> int:
+def _prune(arguments: argparse.Namespace) -> int:
+    days, dry_run = arguments.unused_days, arguments.dry_run
     if not 0 <= days < math.inf:
         raise ConfigError(f"--unused-days: {days:g} is out of range: must be 0 or more", param="unused_days")
     gone = unused(days * DAY_S) if dry_run else prune(days * DAY_S)
@@ -183,3 +178,8 @@ def _of_server(arguments: argparse.Namespace) -> int:
         return 0
     screen(markup=False).print(models_table(server.get_json("/v1/models")["data"]))
     return 0
+
+
+_ACTIONS = {"list": _list, "path": _path, "prune": _prune, "rm": _remove, "search": _search, "show": _show}
+_ACTIONS |= dict.fromkeys(("ps", "load", "unload"), _of_server)
+"""Actions other than those that fetch a model: `get` and `convert`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _FLAGS = """--tool-call-parser=--tool-parser --max-num-batched-tokens=--prefill-chunk --chunked-prefill-size=--prefill-chunk
 --kv-cache-dtype=--kv-dtype --cache-type-k=--kv-dtype --quantization=--quant --ctx-size=--max-context -c=--max-context
 --context-length=--max-context --max-running-requests=--max-batch-size --download-dir=HF_HOME
@@ -11,8 +13,9 @@ _NO_FLAG = """--enable-prefix-caching --enable-chunked-prefill --enable-auto-too
 --enable-request-id-headers --enable-prompt-tokens-details --cont-batching --jinja --flash-attn -fa -ngl --n-gpu-layers --task
 --enforce-eager --swap-space --block-size --disable-log-stats --load-format --guided-decoding-backend --runner --max-logprobs
 --tokenizer --mlock --threads"""
+_HERE = dict(pair.split("=") for pair in _FLAGS.split())
 REMEDIES = {
-    **{there: f"{there}: use {here} here" for there, here in (pair.split("=") for pair in _FLAGS.split())},
+    **{there: f"{there}: use {here} here" for there, here in _HERE.items()},
     **{there: f"{there}: not needed here, leave it out" for there in _NO_FLAG.split()},
     **dict.fromkeys(("convert", "quantize", "quantise"), "use `tandem model convert MODEL --quant 4bit`"),
     **dict.fromkeys(("create", "cp", "push"), "there are no Modelfiles: `tandem serve` takes --chat-template and the like"),
@@ -22,6 +25,7 @@ REMEDIES = {
 """What to use in place of each foreign word."""
 
 
-def remedy(word: str) -> str:
-    """Return `; ` and what to use in place of a foreign command or flag, or an empty string for any other word."""
-    return f"; {REMEDIES[word]}" if word in REMEDIES else ""
+def remedy(word: str, options: Iterable[str] = ()) -> str:
+    """Return `; ` and what to use in place of a foreign command or flag; an empty string for any other word, and for a
+    flag in whose place is none of the command's `options`."""
+    return f"; {REMEDIES[word]}" if word in REMEDIES and _HERE.get(word, "HF_HOME") in {*options, "HF_HOME"} else ""

@@ -131,30 +131,16 @@ def _from_mlx(
         )
     with tempfile.TemporaryDirectory(prefix="tandem-hosts-") as directory:
         file = Path(directory) / "hosts.json"
-        command = code_command(
-            "from mlx._distributed_utils.config import main; main()",
-            "--hosts",
-            ",".join(hosts),
-            "--over",
-            arguments.over,
-            "--no-auto-setup",
-            "--output-hostfile",
-            str(file),
-            *(["--backend", arguments.backend] if arguments.backend else []),
-        )
+        words = ["--hosts", ",".join(hosts), "--over", arguments.over, "--no-auto-setup", "--output-hostfile", str(file)]
+        words += ["--backend", arguments.backend] if arguments.backend else []
+        command = code_command("from mlx._distributed_utils.config import main; main()", *words)
         ssh = Path(directory) / "ssh"
         ssh.write_text(LOCAL_SSH.format(ssh=find_tool("ssh") or "ssh", here="|".join(LOCAL_NAMES)))
         ssh.chmod(0o700)
-        path = {"PATH": f"{directory}{os.pathsep}{variable('PATH') or os.defpath}"}
+        there = child_environment({"PATH": f"{directory}{os.pathsep}{variable('PATH') or os.defpath}"})
         # The tool waits for Enter after each host's commands; without a terminal sudo cannot prompt.
         done = subprocess.run(
-            command,
-            input="\n" * len(hosts),
-            capture_output=True,
-            text=True,
-            timeout=CONFIG_S,
-            env=child_environment(path),
-            start_new_session=True,
+            command, input="\n" * len(hosts), capture_output=True, text=True, timeout=CONFIG_S, env=there, start_new_session=True
         )
         if done.returncode or not file.exists():
             lines = (done.stderr or done.stdout).strip().splitlines()
@@ -229,14 +215,9 @@ def _find(seconds: float, *, as_json: bool) -> int:
     _follow(agents, paired)
     texts = ("chip", "system", "links", "version")
     rows = [
-        {
-            "name": agent.name,
-            "addresses": list(agent.addresses),
-            "port": agent.port,
-            **{name: agent.facts.get(name, "") for name in texts},
-            "memory_bytes": _number(agent.facts.get("memory", "")),
-            "paired": _is_paired(agent, paired),
-        }
+        {"name": agent.name, "addresses": list(agent.addresses), "port": agent.port}
+        | {name: agent.facts.get(name, "") for name in texts}
+        | {"memory_bytes": _number(agent.facts.get("memory", "")), "paired": _is_paired(agent, paired)}
         for agent in agents
     ]
     if as_json:
@@ -282,12 +263,11 @@ def _pair(target: str, code: str | None, seconds: float) -> int:
 def _locate(target: str, seconds: float) -> tuple[str, int]:
     """Return address and session port of an agent, given by its name on the network or its address. Raises UsageError."""
     host, colon, port = target.partition(":")
-    if colon and not (port.isdecimal() and 0 < int(port) < 65535):
+    numeric = host.replace(".", "").isdecimal()
+    if (colon and not (port.isdecimal() and 0 < int(port) < 65535)) or not (numeric or NAME.fullmatch(host)):
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
-    if host.replace(".", "").isdecimal():
+    if numeric:
         return host, int(port or PORT)
-    if not NAME.fullmatch(host):
-        raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
     _tell(f"looking for {host} on this network")
     agent = next((agent for agent in find(seconds) if agent.name == host and agent.addresses), None)
     if agent is None:

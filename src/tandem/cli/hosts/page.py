@@ -11,12 +11,13 @@ import http.client
 import json
 import secrets
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import msgspec
 
@@ -40,26 +41,27 @@ from tandem.supervision.record import DEFAULT_NAME, Background
 COMMAND_S = 300.0
 MOST_BODY = 64 * 2**20
 _HERE = "127.0.0.1"
-_HOP = frozenset(
-    {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "date", "server", "host", "origin", "x-page-key"}
-)
+_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "date", "server", "host", "origin", "x-page-key"}
 """Headers that are not passed on, or written anew."""
-_ROOT = "/v1/agent"
+_changing = threading.Lock()
+"""Held while downloads are begun or ended."""
+_ROOT, _JSON = "/v1/agent", {"content-type": "application/json"}
+_Text = Annotated[str, msgspec.Meta(max_length=1000, pattern=r"^[^\0]*$")]
 
 
 class _Asked(msgspec.Struct):
     """Body of a request: each action reads what it needs."""
 
-    model: str = ""
+    model: _Text = ""
     """Name of a model; for a search words, without which all of this disk and the catalogue are found."""
-    hosts: list[str] = []
+    hosts: list[_Text] = []
     """Hosts for `tandem hosts write`, or machines for `tandem plan --hosts`; in the layout's order for a start."""
-    flags: list[str] = []
+    flags: list[_Text] = []
     """Flags of the plan, for `tandem up`."""
     context: int = 8192
     streams: int = 1
-    agent: str = ""
-    code: str = ""
+    agent: _Text = ""
+    code: _Text = ""
     seconds: float = 3.0
     """Time for which agents are listened for; 0 asks those alone that are paired."""
 
@@ -89,8 +91,8 @@ class _Fetch:
     """A `tandem pull` in a process of its own, and what it printed last."""
 
     def __init__(self, model: str) -> None:
-        command, both = module_command("tandem", "pull", "--json", model), subprocess.STDOUT
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=both, text=True, env=child_environment())
+        command, pipe, both = module_command("tandem", "pull", "--json", model), subprocess.PIPE, subprocess.STDOUT
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, errors="replace", env=child_environment())
         self.model, self.said, self.progress = model, "", {"completed": 0, "total": 0}
         start_thread(self._follow, name="fetch", on_failure=lambda _: self.process.kill())
 
@@ -121,15 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: paths and keys are nobody's business."""
 
     def _answer(self) -> None:
-        port = self.server.server_address[1]
+        port, length = self.server.server_address[1], self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not length.isdecimal() or len(length) > 9 or int(length) > MOST_BODY:
+            return self._error(413, f"A body may have {MOST_BODY} bytes, as Content-Length says.", "too_large")
+        body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
         names = {f"{_HERE}:{port}", f"localhost:{port}"}
         origin = self.headers.get("Origin")
         if self.headers.get("Host") not in names or (origin and origin.removeprefix("http://") not in names):
-            return self._error(HTTPStatus.FORBIDDEN, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length[:20]) > MOST_BODY:
-            return self._error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A body may have {MOST_BODY} bytes.", "too_large")
-        body, path = self.rfile.read(int(length)), self.path.partition("?")[0]
+            return self._error(403, f"Open the page as http://{_HERE}:{port}/ui.", "forbidden")
         if path in PATHS or path == "/":
             found = file_response("index.html" if path in ("/", "/ui") else path.removeprefix("/ui/"))
             return self._send(found.status_code, bytes(found.body), dict(found.headers))
@@ -139,31 +140,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _act(self, action: str, body: bytes) -> None:
         if not hmac.compare_digest(self.headers.get("X-Page-Key", "").encode(), self.server.key.encode()):
-            remedy = "Open the address that `tandem agent --page` has printed, with its key."
-            return self._error(HTTPStatus.FORBIDDEN, remedy, "page_key")
+            return self._error(403, "Open the address that `tandem agent --page` has printed, with its key.", "page_key")
         if action not in _ACTIONS:
-            return self._error(HTTPStatus.NOT_FOUND, f"There is no {action!r}.", "unknown_url")
+            return self._error(404, f"There is no {action!r}.", "unknown_url")
         try:
             answer = _ACTIONS[action](self.server, msgspec.json.decode(body or b"{}", type=_Asked))
-        except (TandemError, OSError, ValueError, msgspec.MsgspecError) as error:
-            return self._error(HTTPStatus.BAD_REQUEST, printable(getattr(error, "message", str(error))), "refused")
-        return self._send(HTTPStatus.OK, json.dumps(answer).encode(), {"content-type": "application/json"})
+        except (TandemError, OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            return self._error(400, printable(getattr(error, "message", str(error))), "refused")
+        return self._send(200, json.dumps(answer).encode())
 
     def _pass_on(self, body: bytes) -> None:
         """Pass a request on to the server in the background, and its answer back as it comes."""
         place = Background(DEFAULT_NAME)
-        record = place.record() if place.runs() else None
-        if record is None:
-            return self._error(
-                HTTPStatus.SERVICE_UNAVAILABLE, "No model runs: start one in the view Start, or with `tandem up`.", "no_server"
-            )
+        if not place.runs() or (record := place.record()) is None:
+            return self._error(503, "No model runs: start one in the view Start, or with `tandem up`.", "no_server")
         with closing(http.client.HTTPConnection(_HERE, record.port)) as connection:
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
             try:
                 connection.request(self.command, self.path, body, headers)
                 answer = connection.getresponse()
-            except (OSError, http.client.HTTPException):
-                return self._error(HTTPStatus.SERVICE_UNAVAILABLE, "The server starts, or ends: wait a moment.", "no_server")
+            except (OSError, ValueError, http.client.HTTPException):
+                return self._error(503, "The server starts, or ends: wait a moment.", "no_server")
             self.send_response_only(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in _HOP:
@@ -173,11 +170,12 @@ class _Handler(BaseHTTPRequestHandler):
             while data := answer.read1(2**16):
                 self.wfile.write(data)
 
-    def _error(self, status: HTTPStatus, message: str, code: str) -> None:
+    def _error(self, status: int, message: str, code: str) -> None:
+        """Answer with an error, and close: what is unread of the body must not be taken for another request."""
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-        self._send(status, json.dumps(body).encode(), {"content-type": "application/json"})
+        self._send(status, json.dumps(body).encode(), {**_JSON, "connection": "close"})
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str] = _JSON) -> None:
         self.send_response_only(status)
         for name, value in {**headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)
@@ -223,23 +221,22 @@ def _find(server: _PageServer, asked: _Asked) -> list[JsonObject]:
     """Return this machine, the agents that answer, and paired ones that are not announced; with the words for plans and
     hosts files."""
     facts = gather(GatherFacts())
-    rows: list[JsonObject] = [_row(server.name, _HERE, _HERE, facts.chip, facts.memory_bytes, paired=True)]
+    rows = {server.name: {**_row(server.name, _HERE, facts.chip, facts.memory_bytes, paired=True), "host": _HERE}}
     with suppress(UsageError):  # no multicast here: paired machines are asked at their addresses
         found = json.loads(_tandem("hosts", "find", "--json", "--timeout", str(asked.seconds))) if asked.seconds else []
         for one in found:
             where = ", ".join(one["addresses"])
-            rows.append(_row(one["name"], PREFIX + one["name"], where, one["chip"], one["memory_bytes"], paired=one["paired"]))
-    rows = [rows[0], *(row for row in rows[1:] if row["name"] != server.name)]
+            rows.setdefault(one["name"], _row(one["name"], where, one["chip"], one["memory_bytes"], paired=one["paired"]))
     for name, peer in Trust("head").peers().items():
-        if name not in {row["name"] for row in rows}:
+        if name not in rows:
             with suppress(UsageError):  # it is off
                 there = gather_facts([PREFIX + name])[PREFIX + name]
-                rows.append(_row(name, PREFIX + name, peer.address, there.chip, there.memory_bytes, paired=True))
-    return rows
+                rows[name] = _row(name, peer.address, there.chip, there.memory_bytes, paired=True)
+    return list(rows.values())
 
 
-def _row(name: str, host: str, address: str, chip: str, memory: int, *, paired: bool) -> JsonObject:
-    known = chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
+def _row(name: str, address: str, chip: str, memory: int, *, paired: bool) -> JsonObject:
+    host, known = PREFIX + name, chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
     plan = f"{name}={memory / 2**30:.1f}GB:{known}"
     return {"name": name, "host": host, "address": address, "chip": chip, "memory_bytes": memory, "paired": paired, "plan": plan}
 
@@ -268,17 +265,19 @@ def _plan(server: _PageServer, asked: _Asked) -> object:
 
 def _fetch(server: _PageServer, asked: _Asked) -> None:
     """Start to fetch a model; one that is being fetched goes on."""
-    running = server.fetches.get(model := _word(asked.model, "model"))
-    if running is None or running.process.poll() is not None:
-        server.fetches[model] = _Fetch(model)
+    with _changing:
+        running = server.fetches.get(model := _word(asked.model, "model"))
+        if running is None or running.process.poll() is not None:
+            server.fetches[model] = _Fetch(model)
 
 
 def _cancel(server: _PageServer, asked: _Asked) -> None:
     """End a download; files that have arrived whole are kept for the next one."""
-    if (running := server.fetches.pop(asked.model, None)) is not None:
-        running.process.terminate()
-        running.process.wait()
-        remove_partial(asked.model)
+    with _changing:
+        if (running := server.fetches.pop(asked.model, None)) is not None:
+            running.process.terminate()
+            running.process.wait()
+            remove_partial(asked.model)
 
 
 def _start(server: _PageServer, asked: _Asked) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.cli.arguments import say
 from tandem.errors import UsageError
+from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.supervision.record import known_names
 from tandem.system.origin import update_command
@@ -22,37 +23,47 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what is newer and, without --check, take it; then see to servers of older code. Raises UsageError."""
     if not (CHECKOUT / ".git").exists():
         raise UsageError(f"this Tandem is no checkout: {update_command()}; then `tandem restart --rolling --sync`")
-    if changed := ", ".join(_git("diff", "HEAD", "--name-only").split()):
-        raise UsageError(f"{CHECKOUT} has local changes ({changed}): commit them, or `git stash`; then update again")
-    upstream = _git("rev-parse", "--abbrev-ref", "@{upstream}", remedy="`git switch main`; then update again").strip()
+    if changed := [line[3:] for line in _git("status", "--porcelain", "--untracked-files=no").splitlines()]:
+        named = ", ".join([*changed[:SHOWN], "..."][: len(changed)])
+        raise UsageError(f"{CHECKOUT} has local changes ({named}): commit them, or `git stash`; then update again")
+    track = "`git switch main`, or `git branch -u origin/main`; then update again"
+    upstream = _git("rev-parse", "--abbrev-ref", "@{upstream}", remedy=track).strip()
     _git("fetch", remedy="is there a network? Nothing was changed")
     before, newer = _git("describe", "--always"), _git("log", "--format=  %h %s", "HEAD..@{upstream}").splitlines()
     say(f"{CHECKOUT} is at {before.strip()}; commits that {upstream} has more: {len(newer)}")
     say("\n".join(newer[:SHOWN]))
     if newer and not arguments.check:
         _git("merge", "--ff-only", "@{upstream}", remedy="`git rebase`, if commits are your own; then update again")
-        if subprocess.run([CHECKOUT / "scripts" / "setup"], check=False).returncode:
-            back = f"`git reset --keep {before.strip()}`"
-            raise UsageError(f"{CHECKOUT} has the new code without its environment: run scripts/setup, or {back} goes back")
+        try:
+            subprocess.run([CHECKOUT / "scripts" / "setup"], check=True)
+        except (OSError, subprocess.CalledProcessError, KeyboardInterrupt):
+            back = f"run scripts/setup there, or `git reset --keep {before.strip()}` goes back"
+            raise UsageError(f"{CHECKOUT} has the new code without its environment: {back}") from None
     return _see_to_servers(restart=arguments.restart and not arguments.check)
 
 
-def _git(*words: str, remedy: str = "") -> str:
+def _git(*words: str, remedy: str = "then update again") -> str:
     """Return what git prints. Raises UsageError with git's reason and the remedy if it fails."""
-    done = subprocess.run(["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "-C", CHECKOUT, *words], capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise UsageError(f"git cannot be run: {error.strerror}; install it, then update again") from None
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if not line.startswith("hint:")), "")
+        reason = " ".join(line.strip() for line in done.stderr.splitlines() if not line.startswith("hint:"))
         raise UsageError(f"git {words[0]} in {CHECKOUT}: {reason}; {remedy}")
-    return done.stdout
+    return printable(done.stdout)
 
 
 def _see_to_servers(*, restart: bool) -> int:
     """Print what code servers run; with `restart` bring machines and replicas of older code up to date."""
-    status, code = module_command("tandem", "status", "--json", "--interval", "0"), 0  # by the code that is new
-    for server in json.loads(subprocess.run(status, stdout=subprocess.PIPE, check=False).stdout):
+    status = module_command("tandem", "status", "--json", "--interval", "0")  # by the code that is new
+    looked, code = subprocess.run(status, stdout=subprocess.PIPE, check=False), 0
+    if not looked.stdout:
+        return looked.returncode  # it has printed why
+    for server in json.loads(looked.stdout):
         name, notes = server["name"], server["notes"]
         say(f"{name}: {'; '.join(notes) or 'all of it runs Tandem ' + server['build']}")
         if restart and name in known_names() and not all(note.startswith("supervisor") for note in notes):
             rolling = module_command("tandem", "restart", "--rolling", "--sync", "--name", name)
-            code = max(code, subprocess.run(rolling, check=False).returncode)
+            code = subprocess.run(rolling, check=False).returncode or code
     return code
