@@ -457,8 +457,8 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
     main(["status", "--port", "1"])
     said = capsys.readouterr().out
-    assert f"rank 1 (a-mac): {words}" in said
-    assert "rank 0 (a-mac):" not in said
+    assert f"no. 1 (a-mac): {words}" in said
+    assert "no. 0 (a-mac):" not in said
 
 
 def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys, tmp_path):

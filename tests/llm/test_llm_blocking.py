@@ -138,7 +138,7 @@ def shown(*pictures: object) -> list[dict[str, object]]:
 
 
 def test_pictures_are_refused_by_a_model_that_takes_none(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="this model takes no pictures: it is a text model"):
+    with pytest.raises(RequestError, match="this model takes no pictures: it takes text alone"):
         llm.chat(shown("a.png"))
 
 

@@ -66,7 +66,7 @@ def test_a_model_of_mlx_vlm_is_refused_without_it(
 
     description = build_layout.describe(files)
     monkeypatch.setattr(build_layout, "resolve", resolved)
-    monkeypatch.setattr(build_layout, "describe", lambda files: dataclasses.replace(description, family="kolibri1"))
+    monkeypatch.setattr(build_layout, "describe", lambda files, vision: dataclasses.replace(description, family="kolibri1"))
     with pytest.raises(UnsupportedModel, match=said):
         build_layout.plan_layout(
             Settings(model=ModelSettings(model="org/name", weights_from="head"), parallel=ParallelSettings())

@@ -174,7 +174,7 @@ def models(draw):
         size = draw(st.sampled_from(sharing))
     head_dim, value_dim = draw(st.sampled_from([16, 32, 64, 128])), draw(st.sampled_from([16, 48, 128]))
     width = st.integers(size, 400).map(lambda n: n * group)
-    hidden = heads * head_dim if axes in (blocks, lightning) else draw(st.sampled_from([64, 576, 4096]))
+    hidden = heads * head_dim if axes in (blocks, lightning) else draw(st.sampled_from([128, 576, 4096]))  # no less than heads
     latents = axes in (latent, kimi_delta, ling_delta) or family == "bailing_hybrid"
     groups = 1 if family != "nemotron_h" and draw(st.booleans()) else states
     each = draw(st.integers(1, 3))

@@ -32,7 +32,7 @@ from tandem.errors import TandemError, UsageError
 from tandem.json_types import JsonObject
 from tandem.launchers.agent.link import PREFIX
 from tandem.launchers.agent.trust import Trust
-from tandem.planner.hardware import CHIPS, chip_of
+from tandem.planner.hosts import host_spec
 from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.server.status.page import PATHS, file_response
@@ -236,8 +236,7 @@ def _find(server: _PageServer, asked: _Asked) -> list[JsonObject]:
 
 
 def _row(name: str, address: str, chip: str, memory: int, *, paired: bool) -> JsonObject:
-    host, known = PREFIX + name, chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
-    plan = f"{name}={memory / 2**30:.1f}GB:{known}"
+    host, plan = PREFIX + name, host_spec(name, memory, chip)
     return {"name": name, "host": host, "address": address, "chip": chip, "memory_bytes": memory, "paired": paired, "plan": plan}
 
 
