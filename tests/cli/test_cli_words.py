@@ -300,4 +300,4 @@ def test_an_agent_whose_code_was_guessed_at_shows_no_other(capsys):
         element, _ = machine.pairing.answer(peer, head.start())
         machine.pairing.answer(peer, head.confirm(element))
     agent._ends(machine, shown, [])
-    assert shown == [] and "for a new one end this (Ctrl-C), and run `tandem agent --pair`" in capsys.readouterr().out
+    assert shown == [] and "for a new one end this (Ctrl-C), and run it again with --pair" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def _ends(agent: Agent, shown: list[str], signals: list[int]) -> bool:
         say(f"The code is no longer good, since {LIFE_S / 60:.0f} minutes have passed; here is a new one:")
         shown.append(_show_code(agent))
     else:
-        say("The code is no longer good; for a new one end this (Ctrl-C), and run `tandem agent --pair`")
+        say("The code is no longer good; for a new one end this (Ctrl-C), and run it again with --pair")
         shown.clear()
     return False
 

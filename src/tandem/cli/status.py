@@ -31,7 +31,7 @@ NEWS_S = 0.6
 _SHOWN_EVENTS = 8
 _WIDTH = 140
 """Columns if the output is no terminal."""
-_UNITS = "room: tokens used, of all; model, tokens, highest: memory for its part, for those, most so far; token: about a word"
+_UNITS = "a token is about a word; room: tokens used, of all; memory: of the model's part, of tokens, and the highest so far"
 
 
 @dataclass

@@ -233,7 +233,7 @@ class _Examination:
         lacking = any(evidence.facts[name].versions.get("mlx") is None for name in names)
         if lacking or any(finding.verdict == "fail" for finding in RDMA.findings(evidence)):
             return
-        self._say(f"adding over {len(ranks)} ranks ({question.backend})")
+        self._say(f"adding up over {len(ranks)} machines ({question.backend})")
         task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES), iterations=ROUNDS)
         try:
             times = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
