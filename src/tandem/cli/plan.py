@@ -196,13 +196,8 @@ def _meant(model: str) -> str:
 
 def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     if arguments.hosts or arguments.hostfile:
-        specs = arguments.hosts or []
-        try:
-            return read_hosts(specs, arguments.hostfile, profile)
-        except ConfigError:
-            if not (asked := _asked(arguments.hostfile, host_specs(specs), profile)):
-                raise
-            return read_hosts([*asked, *specs], arguments.hostfile, profile)
+        specs = host_specs(arguments.hosts or [])
+        return read_hosts([*_asked(arguments.hostfile, specs, profile), *specs], arguments.hostfile, profile)
     if profile is None or not profile.hosts:
         return this_machine()
     if len(profile.hosts) > 1:

@@ -22,7 +22,7 @@ from tandem.errors import TandemError, UnsupportedModel
 from tandem.json_types import JsonObject
 from tandem.loading.build_model import build_model
 from tandem.loading.memory import resident_bytes
-from tandem.loading.mlx_lm_models import FAILURES, import_models_only
+from tandem.loading.mlx_lm_models import import_models_only
 from tandem.loading.pipeline_model import PipelineModel
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.weights import one_line
@@ -104,23 +104,6 @@ def _wanted(config: JsonObject, model: nn.Module) -> tuple[mx.array, list[mx.arr
 def _cuts(layers: int) -> list[tuple[range, ...]]:
     """Return all splits of a model into two stages."""
     return [(range(cut), range(cut, layers)) for cut in range(1, layers)]
-
-
-def uncut_places(config: JsonObject) -> frozenset[int]:
-    """Return the layers of a reduced model at which no second stage can begin: it is refused, or its logits differ."""
-    small, model = cut_down(config)
-    rows, want = _wanted(small, model)
-    found = set()
-    for split in _cuts(len(model.layers)):
-        try:
-            frames = [PipelineModel(model, own, family_of(str(small["model_type"]))) for own in split]
-            alone, _ = _staged_logits(frames, rows)
-        except (UnsupportedModel, *FAILURES):
-            found.add(split[1].start)
-            continue
-        if not all(mx.array_equal(got, whole).item() for got, whole in zip(alone, want, strict=True)):
-            found.add(split[1].start)
-    return frozenset(found)
 
 
 def _distance(a: mx.array, b: mx.array) -> float:

@@ -102,14 +102,13 @@ def why_won(
 
 
 def _rank(chosen: Candidate, fitting: Sequence[Candidate], goal: Goal) -> str:
-    words = GOALS[goal]
     if len(fitting) == 1:
         return "the only layout that fits"
     best = max(fitting, key=lambda c: advantage(c, chosen, goal))
     ahead = advantage(best, chosen, goal) - 1
     if best is chosen or ahead < 0.0005:
-        return f"{words} of {len(fitting)} layouts that fit"
-    return f"within {ahead:.1%} of the {words} of {len(fitting)} layouts that fit ({best.label}), and simpler"
+        return f"{GOALS[goal]} of {len(fitting)} layouts that fit"
+    return f"within {ahead:.1%} of the {GOALS[goal]} of {len(fitting)} layouts that fit ({best.label}), and simpler"
 
 
 def _fullest(memory: Sequence[MachineMemory], machines: Sequence[Machine]) -> str:

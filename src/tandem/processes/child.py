@@ -89,8 +89,7 @@ class ChildProcess:
 
     def describe_exit(self) -> str:
         """Return a phrase such as `exited with code 1` or `was killed (SIGKILL)`."""
-        code = self._process.returncode
-        if code is None:
+        if (code := self._process.returncode) is None:
             return "is running"
         if code >= 0:
             return f"exited with code {code}"
