@@ -90,7 +90,13 @@ class Encoder:
 
         Features that are added behind the first layers follow in the last axis: [L, H + layers * H].
         """
-        arrays: Any = mx.load(io.BytesIO(inputs), format="safetensors")
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        try:
+            arrays: Any = {name: mx.array(value) for name, value in load(inputs).items()}
+        except SafetensorError as error:
+            raise ValueError(str(error)) from None
         if _PIXELS not in arrays:
             raise ValueError(f"the processor made no {_PIXELS}")
         side = int(getattr(self._model.config.vision_config, "image_size", 0))
