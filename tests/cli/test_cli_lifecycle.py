@@ -369,7 +369,7 @@ def test_an_update_is_looked_at_first_and_one_that_cannot_be_changes_nothing(tmp
     assert main(["update", "--check"]) == 0 and re.search(
         r"origin/main has more: 1\n  \w+ theirs \[31mred", capfd.readouterr().out
     )
-    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(checkout.path / "NEWS"))
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", "/dev/null")
     assert main(["update", "--check"]) == 2 and "File exists" in capfd.readouterr().err, "the servers cannot be asked"
     monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path))
     (checkout.path / "NEWS").write_text("mine\n")
