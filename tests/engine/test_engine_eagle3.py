@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from drafting import GREEDY, answers, plain, prompts
 from submitted import Killer, ask, check, submitted
-from tandem import LLM, SamplingParams
+from tandem import LLM
 from tandem.checkpoints.resolve import resolve
 from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, ModelError
@@ -28,25 +28,11 @@ from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.heads.eagle3 import load_eagle3
 from tandem.testing import tiny_model
 
-pytestmark = pytest.mark.skipif(not has_mlx_vlm(), reason="mlx-vlm is not installed")
-WIDTH, VOCAB, FIRST = 64, 512, 16
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-PARAMS = [
-    GREEDY,
-    SamplingParams(max_tokens=30, temperature=0.8, seed=3, ignore_eos=True, logprobs=0),
-    SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
+pytestmark = [
+    pytest.mark.skipif(not has_mlx_vlm(), reason="mlx-vlm is not installed"),
+    pytest.mark.usefixtures("steps_that_cost_alike"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def steps_that_cost_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may keep a few steps with drafts waiting, which do not pay then for hundreds of steps."""
-    monkeypatch.setattr("tandem.speculation.proposers.StepCosts.ratio", lambda self, rows, width: 1.0)
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(20, 500) for _ in range(length)] for length in (3, 70, 18, 1)]
+WIDTH, VOCAB, FIRST = 64, 512, 16
 
 
 def eagle3(model: Path, **changes: Any) -> Path:
@@ -125,15 +111,6 @@ def planted(directory: Path, family: str = "llama", right: float = 1.0, *, embed
 
 def drafting(head: Path) -> dict[str, Any]:
     return {"speculative_config": json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 4})}
-
-
-def answers(llm: LLM) -> list[list[list[int]]]:
-    return [[one.token_ids for one in llm.generate(prompts(), params)] for params in PARAMS]
-
-
-def plain(model: Path) -> list[list[list[int]]]:
-    with LLM(str(model), prefill_chunk=16, speculative_method="none") as llm:
-        return answers(llm)
 
 
 def assert_weights_as_told(llm: LLM, head: Path) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from drafting import GREEDY, answers, plain, prompts
 from submitted import Killer, ask, check, submitted
-from tandem import LLM, SamplingParams
+from tandem import LLM
 from tandem.checkpoints.resolve import resolve
 from tandem.engine.engine import Engine
 from tandem.errors import ModelError
@@ -23,37 +23,12 @@ from tandem.protocol.request import EngineRequest
 from tandem.runner.heads.mtp import load_mtp_head
 from tandem.testing import add_mtp_head, tiny_config, tiny_model
 
+pytestmark = pytest.mark.usefixtures("steps_that_cost_alike")
 MTP = {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 4}'}
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-PARAMS = [
-    GREEDY,
-    SamplingParams(max_tokens=30, temperature=0.8, seed=3, ignore_eos=True, logprobs=0),
-    SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
-]
-
-
-@pytest.fixture(autouse=True)
-def steps_that_cost_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may keep a few steps with drafts waiting, which do not pay then for hundreds of steps."""
-    monkeypatch.setattr("tandem.speculation.proposers.StepCosts.ratio", lambda self, rows, width: 1.0)
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(20, 500) for _ in range(length)] for length in (3, 70, 18, 1)]
 
 
 def model(directory: Path, family: str = "glm4_moe", right: float | None = None) -> Path:
     return add_mtp_head(tiny_model(directory, family, layers=2), right=right)
-
-
-def answers(llm: LLM) -> list[list[list[int]]]:
-    return [[one.token_ids for one in llm.generate(prompts(), params)] for params in PARAMS]
-
-
-def plain(directory: Path) -> list[list[list[int]]]:
-    with LLM(str(directory), prefill_chunk=16, speculative_method="none") as llm:
-        return answers(llm)
 
 
 def assert_weights_as_told(llm: LLM) -> None:

@@ -18,6 +18,7 @@ from tandem.runner.drafter import Drafter
 from tandem.runner.runner import Runner
 from tandem.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("steps_that_cost_alike")
 NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4}
 LAYOUTS = {"inline": {}, "pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}, "tp2,1": {"parallel": (2, 1)}}
 MODELS = [("llama", layout) for layout in LAYOUTS] + [("gpt_oss", "inline"), ("gpt_oss", "pp2"), ("qwen3_next", "pp2")]
@@ -32,12 +33,6 @@ PARAMS = {
     "drawn": SamplingParams(max_tokens=NEW, temperature=0.7, seed=3, min_tokens=NEW // 2, logprobs=0, logit_bias=FEW),
     "penalised": SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
 }
-
-
-@pytest.fixture(autouse=True)
-def steps_that_cost_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may keep a few steps with drafts waiting, which do not pay then for hundreds of steps."""
-    monkeypatch.setattr("tandem.speculation.proposers.StepCosts.ratio", lambda self, rows, width: 1.0)
 
 
 def prompts() -> list[list[int]]:

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,6 @@ from tandem.checkpoints import catalogue
 from tandem.checkpoints.catalogue import Chosen
 from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.arguments import filled_in
-from tandem.cli.hosts.command import gather_facts
 from tandem.cli.screen import screen
 from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError, UsageError
@@ -210,10 +210,12 @@ def _asked(hostfile: str | None, specs: Sequence[str], profile: Profile | None) 
     told = {spec.partition("=")[0] for spec in specs}
     hosts = () if hostfile is None else read_hostfile(hostfile).hosts
     names = [host.ssh for host in hosts if not host.facts and host.ssh not in told and not (profile and profile.host(host.ssh))]
-    try:
-        return [host_spec(name, one.memory_bytes, one.chip) for name, one in gather_facts(names).items()] if names else []
-    except UsageError:
-        return []
+    if names:
+        from tandem.cli.hosts.command import gather_facts  # imports the doctor's probes
+
+        with suppress(UsageError):
+            return [host_spec(name, one.memory_bytes, one.chip) for name, one in gather_facts(names).items()]
+    return []
 
 
 def _request(arguments: argparse.Namespace, model: Planned) -> Request:

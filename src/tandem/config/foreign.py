@@ -22,7 +22,7 @@ REMEDIES = {
     "stop": "`tandem down` ends a server, `tandem model unload` a model",
     "ls": "use `tandem list`",
 }
-"""What to use in place of each foreign word."""
+"""Remedies by foreign word: what to use in its place."""
 
 
 def remedy(word: str, options: Iterable[str] = ()) -> str:
