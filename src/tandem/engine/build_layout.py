@@ -153,7 +153,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
 
 def _note_senses(name: str, description: ModelDescription) -> None:
     """Log what of a multimodal model is served."""
-    if not (why := description.unread):
+    if not (why := description.no_pictures):
         log.info("%s: its vision tower is loaded with the first picture", name)
     elif description.left_out:
         log.warning(
@@ -230,7 +230,7 @@ def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
             "(--tensor-parallel-size gives it more)",
             backend,
         )
-    if layout.ranks[0].encoder_seconds and (why := layout.description.unread):
+    if layout.ranks[0].encoder_seconds and (why := layout.description.no_pictures):
         log.warning("--vision-rank own does nothing here; the model takes no pictures: %s", why)
     if layout.profile is not None and launcher_kind(settings.parallel).here:
         log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")

@@ -160,7 +160,7 @@ class StatusReport:
             hidden_size=layout.description.hidden_size,
             pooling=layout.pooling,
             generates=layout.description.generates,
-            blind=layout.description.unread,
+            no_pictures=layout.description.no_pictures,
             defaults=layout.defaults,
             ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in rank_group.ready],
