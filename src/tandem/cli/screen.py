@@ -109,7 +109,6 @@ def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
     return narrow_table(
         [
             {
-                "no.": str(rank["rank"]),
                 "replica": str(rank["replica"]) if len(set(replicas)) > 1 else None,
                 "part": f"{replicas[:number].count(rank['replica']) + 1} of {replicas.count(rank['replica'])}",
                 "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}",
