@@ -61,6 +61,14 @@ def plain_table(*headings: str, left: Collection[str]) -> Table:
     return table
 
 
+def print_table(table: Table, empty: str) -> None:
+    """Print a table, or the text `empty` for one without rows."""
+    if table.row_count:
+        screen(markup=False).print(table)
+    else:
+        print(empty)
+
+
 def narrow_table(rows: Sequence[Mapping[str, RenderableType | None]]) -> Table:
     """Return a table for 80 columns that truncates host names first. Columns with only None are omitted."""
     table = Table(box=None, padding=(0, 0, 0, 1))
