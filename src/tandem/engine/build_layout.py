@@ -130,7 +130,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft, captured = _find_draft_model(settings, files, description)
-    _check_role(parallel, settings.scheduler.kv_disk, None if captured else draft)
+    _check_role(parallel, None if captured else draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
     specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured) for spec in specs)
     if captured:
@@ -257,15 +257,9 @@ def _adapters(settings: Settings) -> tuple[AdapterSpec, ...]:
     return tuple(adapter_spec(index, name, str(path)) for index, (name, path) in enumerate(paths.items(), 1))
 
 
-def _check_role(parallel: ParallelSettings, kv_disk: str | None, draft: ModelFiles | None) -> None:
-    """Raise UsageError for a prefill or decode replica whose sequences cannot migrate to others."""
-    if (role := role_of(parallel)) == "both":
-        return
-    if kv_disk is None:
-        raise ConfigError(
-            f"role {role}: sequences go from replica to replica over --kv-disk DIR, which is not given", param="roles"
-        )
-    if draft is not None:
+def _check_role(parallel: ParallelSettings, draft: ModelFiles | None) -> None:
+    """Raise ConfigError for a prefill or decode replica with a draft model, whose sequences cannot migrate to others."""
+    if draft is not None and (role := role_of(parallel)) != "both":
         raise ConfigError(
             f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; leave one out",
             param="roles",
