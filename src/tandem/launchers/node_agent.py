@@ -83,6 +83,15 @@ def _variables(order: hosts.StartRank | hosts.KeepStandby) -> Variables:
     return {**dict.fromkeys(PROCESS_GROUP_VARIABLES), **threads, **order.environment}
 
 
+def _received(link: HostEnd, seconds: float) -> hosts.HeadMessage | None:
+    """Return the head's next message; None after `seconds`, or for one that cannot be read."""
+    try:
+        return link.receive(seconds)
+    except TransportError as error:
+        seldom.warning("%s; it is dropped; is the head of this version?", error)
+        return None
+
+
 class NodeAgent:
     """Joins the head and follows its orders until released, refused, or the head is lost."""
 
@@ -171,11 +180,7 @@ class NodeAgent:
         try:
             while time.monotonic() < until and not self._told_to_end:
                 link.send(join)
-                try:
-                    answer = link.receive(REPEAT_S)
-                except TransportError as error:
-                    seldom.warning("%s; it is dropped; is the head of this version?", error)
-                    continue
+                answer = _received(link, REPEAT_S)
                 if isinstance(answer, hosts.Refuse):
                     raise UsageError(f"the head at {head}:{port} refuses this machine: {answer.reason}")
                 if isinstance(answer, hosts.Welcome):
@@ -194,12 +199,7 @@ class NodeAgent:
         """Follow the head's orders. Return the exit code, or None if the head is lost."""
         heard = time.monotonic()
         while not self._told_to_end:
-            try:
-                message = link.receive(POLL_S)
-            except TransportError as error:
-                seldom.warning("%s; it is dropped; is the head of this version?", error)
-                continue
-            now = time.monotonic()
+            message, now = _received(link, POLL_S), time.monotonic()
             if message is not None:
                 heard = now
             if isinstance(message, hosts.Release):
