@@ -1,7 +1,8 @@
 """Short prompts that arrive at once, in shared forward passes and in one each: `prompts.py --model DIR`. No server, no scheduler.
 
 One rank's runner is given the plans of a burst, in chunks as an engine makes them. `last` is the time until the last
-prompt has its first token; `/ alone` is the same over the time of one such prompt by itself.
+prompt has its first token; `/ alone` is the same over the time of one such prompt by itself. With `--pooling` the prompts are
+texts to embed, and have their vectors then.
 
 `prompts.py --model DIR --stages 2 3 4 --tokens 1024 --chunk 128`: one prompt over so many stages and over one rank,
 each rank with `--threads` threads; all are up at once and take turns.
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, nargs="+", default=[64], help="prompts that arrive at once")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens of a step")
+    parser.add_argument("--pooling", choices=("last", "mean"), help="embed the prompts of a burst, in place of a first token")
     parser.add_argument("--stages", type=int, nargs="+", default=[], help="one prompt over so many stages, in place of bursts")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
     args = parser.parse_args()
@@ -129,7 +131,7 @@ _STEPS = count()
 
 
 def _burst(runner: Any, prompts: int, args: argparse.Namespace) -> float:
-    """Seconds until all prompts have a token. A step is built while the one before computes, as a rank does."""
+    """Seconds until all prompts have a token, or a vector. A step is built while the one before computes, as a rank does."""
     from tandem.protocol.request import SamplingParams
     from tandem.protocol.step import InsertOp, PrefillOp, StepPlan, batch_fingerprint
 
@@ -145,7 +147,7 @@ def _burst(runner: Any, prompts: int, args: argparse.Namespace) -> float:
             next(_STEPS),
             0,
             inserts=[InsertOp(one, [1 + int(one) % 7] * args.tokens, args.tokens, greedy) for one in new],
-            prefill=[PrefillOp(one, 0, args.tokens, last=True) for one in new],
+            prefill=[PrefillOp(one, 0, args.tokens, True, args.pooling, samples=args.pooling is None) for one in new],
             pause=begin > 0,
             sampling_seeds=dict.fromkeys(new, 1),
             fingerprint=batch_fingerprint(lengths.items()),

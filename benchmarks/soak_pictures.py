@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
-import dataclasses
 import random
 import threading
 import time
@@ -18,9 +17,9 @@ from pathlib import Path
 import httpx
 import psutil
 from harness import Server, table, tandem_server
-from soak_budgets import PLACES, storm
 from soak_processes import Processes
-from soak_requests import Outcome, Request, ask, same
+from soak_requests import Outcome, Request
+from soak_storm import PLACES, Found, over_layouts, storm, undisturbed
 
 from processors import encoded, mutants, noise
 from seeing import served_model
@@ -41,41 +40,10 @@ COUNTS = (0, 1, 3)
 """Pictures of a request."""
 
 
-@dataclasses.dataclass
-class Found:
-    """Findings in one layout."""
-
-    kills: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    retried: int = 0
-    answers: int = 0
-    seen: int = 0
-    """Pictures in them."""
-    different: list[str] = dataclasses.field(default_factory=list)
-    lost: list[str] = dataclasses.field(default_factory=list)
-
-
 def pictures(directory: Path, count: int, seed: int, device: str, folder: Path) -> bool:
     """Ask for `count` answers over all layouts, and print a table; True when all is well."""
     model = served_model(directory / "sees")
-    rows, well = [], True
-    for number, (name, (flags, roles)) in enumerate(LAYOUTS.items()):
-        share, began, found = count // len(LAYOUTS) + (number < count % len(LAYOUTS)), time.monotonic(), Found()
-        log = folder / f"pictures-{name.replace(' ', '')}.log"
-        with tandem_server(model, 1, log=log, max_restarts=1000, start_timeout=120, device=device, **flags) as server:
-            _stormed(server, share, found, random.Random(f"{seed}/{name}"), roles)
-            codes = server.end()
-        if "Traceback" in log.read_text(errors="replace") or codes != [0]:
-            found.lost.append(f"ended with {codes}, or a traceback: see {log}")
-        fine = bool(found.kills and found.seen) and not (found.different or found.lost)
-        well &= fine
-        killed = ", ".join(f"{times} x {what}" for what, times in found.kills.items())
-        figures = (found.answers, found.seen, len(found.different), len(found.lost), found.retried)
-        rows.append([name, round(time.monotonic() - began), killed, *figures, "yes" if fine else "NO"])
-        for text in (*found.different[:5], *found.lost[:5]):
-            print(f"{name}: {text}", flush=True)
-    table(("layout", "s", "kills", "answers", "pictures", "different", "lost", "asked again", "well"), rows)
-    print("all is well" if well else "NOT all is well", flush=True)
-    return well
+    return over_layouts("pictures", LAYOUTS, model, _stormed, count=count, seed=seed, device=device, folder=folder)
 
 
 def damaged(directory: Path, count: int, device: str, folder: Path) -> bool:
@@ -130,8 +98,8 @@ def _gaps(url: str, over: Callable[[list[float]], bool]) -> list[float]:
     return gaps
 
 
-def _stormed(server: Server, count: int, found: Found, rng: random.Random, roles: tuple[str, ...]) -> None:
-    work = []
+def _stormed(server: Server, count: int, rng: random.Random, roles: tuple[str, ...]) -> Found:
+    work, found = [], Found(figures={"pictures": 0})
     for number in range(len(PROMPTS) * len(COUNTS) * 2):
         shown = [noise(16, 16, 10 * number + at) for at in range(COUNTS[number % len(COUNTS)])]
         urls = [f"data:image/png;base64,{base64.b64encode(encoded(one)).decode()}" for one in shown]
@@ -145,20 +113,12 @@ def _stormed(server: Server, count: int, found: Found, rng: random.Random, roles
             Request("/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": parts}], **more})
         )
     rng.shuffle(work)
-    expected = [ask(f"http://127.0.0.1:{server.port}", request) for request in work]
-    if any(one.kind != "answered" for one in expected):
-        raise RuntimeError(f"before the first kill: {[one.detail for one in expected if one.kind != 'answered'][:3]}")
-    if len({str(one.answer) for one in expected}) < len(work):
-        raise RuntimeError("answers are to differ")
+    expected = undisturbed(server, work, differ=True)
 
-    def judge(number: int, got: Outcome) -> None:
-        at = number % len(work)
+    def judge(at: int, got: Outcome) -> None:
         many = len(work[at].body["messages"][0]["content"]) - 1
-        found.answers, found.seen = found.answers + 1, found.seen + many
-        if got.kind != "answered" or got.twice:
-            found.lost.append(f"{many} pictures: {got.kind} {got.detail}")
-        elif not same(got.answer, expected[at].answer):
-            found.different.append(f"{many} pictures: not as alone")
+        found.figures["pictures"] += many
+        found.compare(f"{many} pictures", got, expected[at])
 
     over, processes = threading.Event(), Processes(server)
 
@@ -180,3 +140,4 @@ def _stormed(server: Server, count: int, found: Found, rng: random.Random, roles
     storm(server, work, count, judge, found, rng, roles)
     over.set()
     killing.join()
+    return found

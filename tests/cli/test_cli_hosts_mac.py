@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from macs import answers, mac_environment, recorded
+from tandem.planner.hosts import read_hosts
 
 SSH = """#!/bin/sh
 # ssh OPTIONS HOST COMMAND: runs the command on another Mac, `mac-b` or `mac-c`, as that takes it.
@@ -110,7 +111,10 @@ def test_three_macs_in_a_mesh_meet_where_all_reach_all(mac: dict[str, str], tmp_
     assert [host["ips"] for host in hosts] == [["10.254.0.9"], ["10.254.0.2"], ["10.254.0.6"]]
     assert [host["address"] for host in hosts] == ["192.168.1.1", "192.168.1.2", "192.168.1.3"]
     two = json.loads(mesh(mac, "127.0.0.1", "mac-b").stdout)["hosts"]
-    assert [sorted(host) for host in two] == [["ips", "ssh"]] * 2
+    assert [sorted(host) for host in two] == [["chip", "ips", "memory", "ssh"]] * 2
+    (tmp_path / "hosts.json").write_text(json.dumps(two))
+    machines = read_hosts([], str(tmp_path / "hosts.json")).machines  # as `tandem plan` reads them, without asking
+    assert [(one.name, one.chip) for one in machines] == [("127.0.0.1", "m4-max"), ("mac-b", "m4-max")]
 
 
 def test_three_macs_with_cables_alone_are_refused(mac: dict[str, str], tmp_path: Path) -> None:

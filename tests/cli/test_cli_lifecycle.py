@@ -457,8 +457,8 @@ def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
     main(["status", "--port", "1"])
     said = capsys.readouterr().out
-    assert f"no. 1 (a-mac): {words}" in said
-    assert "no. 0 (a-mac):" not in said
+    assert f"part 2 (a-mac): {words}" in said
+    assert "part 1 (a-mac):" not in said
 
 
 def test_a_server_in_the_foreground_is_found_at_the_default_port(monkeypatch, capsys, tmp_path):
@@ -482,7 +482,7 @@ def test_code_that_differs_between_supervisor_replicas_and_machines_is_said(monk
         (here, here, [structs.replace(rank, build=here)], []),
         ("0.1.0+a", here, [], [f"supervisor of Tandem 0.1.0+a, replicas of {here}: `tandem restart` replaces it too"]),
         ("0.1.0+a", "0.1.0+a", [], [f"replica 0 runs Tandem 0.1.0+a, installed is {here}: `tandem restart --rolling` takes it"]),
-        (here, here, [rank], [f"rank 1 (mac-b): runs Tandem 0.1.0+b, its engine {here}: `tandem hosts sync --hostfile FILE`"]),
+        (here, here, [rank], [f"part 2 (mac-b): runs Tandem 0.1.0+b, its engine {here}: `tandem hosts sync --hostfile FILE`"]),
     ):
         monkeypatch.setattr("tandem.cli.status.ask", lambda *_, of=supervisor: ReplicaList(replicas, build=of))
         status = structs.replace(STATUS, ranks=ranks, build=engine)

@@ -175,7 +175,7 @@ def test_models_that_see_are_served_for_text_alone(tmp_path: Path) -> None:
         with LLM(str(path), vision=vision) as llm:
             found.append(answers(llm, text))
             status, kept = ask(llm, lambda engine: (engine.status(), engine.rank_group.ready[0].picture_bytes))
-    assert found[0] == found[1] and kept == 0 and "--vision off" in status.blind
+    assert found[0] == found[1] and kept == 0 and "--vision off" in status.no_pictures
     files = resolve(str(path))
     stored = mx.load(str(path / "model.safetensors"))
     mx.save_safetensors(str(path / "model.safetensors"), {name: one for name, one in stored.items() if not of_vision(name)})

@@ -166,7 +166,7 @@ class FakeEngine:
         self.status = EngineStatus(
             query_id=0, state="ready", detail="", model="tiny", source=self._source, max_context=256, vocab_size=512,
             queued=0, running=0, kv_tokens_used=0, kv_tokens_total=4096, restarts=0, stages=1, micro_batches=1, ranks=[RANK],
-            hidden_size=8, pooling="last", blind="it takes text alone",
+            hidden_size=8, pooling="last", no_pictures="it takes text alone",
         )  # fmt: skip
         self.submitted: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()

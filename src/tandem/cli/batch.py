@@ -24,7 +24,7 @@ from tandem.crash_guard import start_thread
 from tandem.errors import UsageError
 from tandem.printable import printable
 from tandem.server.store.lines import Line, answer_line, parse_lines
-from tandem.system.files import read_regular
+from tandem.system.files import file_errors, read_regular
 from tandem.system.http_client import ServerClient
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
@@ -90,10 +90,8 @@ def read_requests(path: Path) -> list[Line]:
 
 
 def _bytes(path: Path, param: str) -> bytes:
-    try:
+    with file_errors(f"{path} cannot be read", param=param):
         return read_regular(path, MOST)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}", param=param) from None
 
 
 def answered(path: Path, known: set[str]) -> set[str]:
@@ -117,11 +115,8 @@ def answered(path: Path, known: set[str]) -> set[str]:
 
 
 def _opened(target: Path) -> BinaryIO:
-    try:
+    with file_errors(f"{target} cannot be written", "name a file in a directory that you may write to", param="output"):
         return target.open("ab")
-    except OSError as error:
-        message = f"{target} cannot be written: {error.strerror}; name a file in a directory that you may write to"
-        raise UsageError(message, param="output") from None
 
 
 def _results(asking: Asking, todo: list[Line], concurrency: int) -> Iterator[Answer]:

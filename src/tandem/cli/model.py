@@ -22,7 +22,7 @@ from tandem.checkpoints.quantize import quantized
 from tandem.checkpoints.resolve import resolve
 from tandem.checkpoints.stored import DEMO, find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import find_server
-from tandem.cli.screen import models_table, screen, size
+from tandem.cli.screen import models_table, print_table, screen, size
 from tandem.config.loading import build
 from tandem.config.validation import validate
 from tandem.errors import ConfigError
@@ -85,10 +85,7 @@ def _list(_: argparse.Namespace) -> int:
     for model in stored():
         kind, modified = model.kind if model.complete else "incomplete", time.localtime(model.modified)
         table.add_row(model.name, kind, size(model.nbytes), time.strftime("%Y-%m-%d %H:%M", modified))
-    if table.row_count:
-        screen(markup=False).print(table)
-    else:
-        print("no model is on this machine; `tandem model get demo` fetches a small one")
+    print_table(table, "no model is on this machine; `tandem model get demo` fetches a small one")
     extra = [entry.nbytes for entry in kept() if entry.kind != "gguf"]
     if extra:
         print(f"{size(sum(extra))} more are slices, headers and adapters from other machines (tandem model prune)")

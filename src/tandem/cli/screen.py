@@ -61,6 +61,14 @@ def plain_table(*headings: str, left: Collection[str]) -> Table:
     return table
 
 
+def print_table(table: Table, empty: str) -> None:
+    """Print a table, or the text `empty` for one without rows."""
+    if table.row_count:
+        screen(markup=False).print(table)
+    else:
+        print(empty)
+
+
 def narrow_table(rows: Sequence[Mapping[str, RenderableType | None]]) -> Table:
     """Return a table for 80 columns that truncates host names first. Columns with only None are omitted."""
     table = Table(box=None, padding=(0, 0, 0, 1))
@@ -109,7 +117,6 @@ def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
     return narrow_table(
         [
             {
-                "no.": str(rank["rank"]),
                 "replica": str(rank["replica"]) if len(set(replicas)) > 1 else None,
                 "part": f"{replicas[:number].count(rank['replica']) + 1} of {replicas.count(rank['replica'])}",
                 "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}",

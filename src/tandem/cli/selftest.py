@@ -28,6 +28,7 @@ from tandem.env import state_dir
 from tandem.errors import ConfigError, ModelNotFound
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.system.awake import keep_awake
+from tandem.system.files import file_errors
 from tandem.system.identity import boot_id
 from tandem.version import __version__
 
@@ -71,15 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{path!r}: no path that checks can be told; move it, or name another directory "
                 "(TANDEM_STATE_DIR for that of the runs)"
             )
-    try:
-        with _alone(directory):
-            keep_awake()  # the run lasts minutes without user input
-            return _run(arguments, only, output, file, task, name)
-    except OSError as error:
-        raise ConfigError(
-            f"{directory}: cannot be written: {error.strerror or error}; make room, or name another "
-            "directory with TANDEM_STATE_DIR"
-        ) from None
+    remedy = "make room, or name another directory with TANDEM_STATE_DIR"
+    with file_errors(f"{directory}: cannot be written", remedy, kind=ConfigError), _alone(directory):
+        keep_awake()  # the run lasts minutes without user input
+        return _run(arguments, only, output, file, task, name)
 
 
 def _run(
@@ -223,18 +219,13 @@ def _write(report: Report, output: Path, profile: Path | None) -> int:
     text = page(report)
     other = output.with_suffix(".json")
     print(text, flush=True)
-    try:
+    remedy = "give the command again with --minutes 0.001 and another file: what was found is kept"
+    with file_errors(f"--output {output}: cannot be written", remedy, param="output", kind=ConfigError):
         output.write_text(text)
         other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
         if profile and profile.exists():
             (output.parent / PROFILE).write_bytes(profile.read_bytes())
             _note(f"{output.parent / PROFILE} has your names of the machines; `tandem plan MODEL --profile` reads it")
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}: cannot be written: {error.strerror or error}; give the command again "
-            "with --minutes 0.001 and another file: what was found is kept",
-            param="output",
-        ) from None
     _note(f"written to {output} and {other}")
     if report.code == 3:
         _note(f"{report.wanted - len(report.checks)} checks are left: give the same command again")

@@ -245,14 +245,18 @@ def _picture(look: Look) -> Group:
         ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
         parts += [Text(_UNITS, "dim")] if ranks else []
-        parts += [Text(f"no. {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
-        encoders = [(one["rank"], one["host"], one["encoder_pid"]) for one in ranks if one.get("encoder_pid")]
-        parts += [Text(f"no. {rank} ({host}): pictures are encoded in process {pid}") for rank, host, pid in encoders]
+        parts += [Text(f"{_part(rank)}: {rank['wiring']}") for rank in ranks if rank.get("wiring")]
+        encoders = [(_part(rank), rank["encoder_pid"]) for rank in ranks if rank.get("encoder_pid")]
+        parts += [Text(f"{part}: pictures are encoded in process {pid}") for part, pid in encoders]
     named = {replica["replica"]: f"replica {replica['replica']}: " if len(replicas) > 1 else "" for replica in replicas}
     parts += [Text(f"{named[replica['replica']]}{replica['detail']}") for replica in replicas if replica["detail"]]
     parts += [Text(line, "yellow") for line in view["notes"]]
     alone = {"replica": None} if len(replicas) == 1 else {}
     return Group(*parts, *event_lines([{**event, **alone} for event in view["events"][-_SHOWN_EVENTS:]]))
+
+
+def _part(rank: JsonObject) -> str:
+    return f"part {rank['rank'] + 1} ({rank['host']})"
 
 
 def _builds(look: Look) -> list[str]:
@@ -265,7 +269,7 @@ def _builds(look: Look) -> list[str]:
             took = "`tandem restart --rolling` takes it"
             lines.append(f"replica {replica.info.replica} runs Tandem {status.build}, installed is {here}: {took}")
         lines += [
-            f"rank {rank.rank} ({rank.host}): runs Tandem {rank.build}, its engine {status.build}: {MEND}"
+            f"part {rank.rank + 1} ({rank.host}): runs Tandem {rank.build}, its engine {status.build}: {MEND}"
             for rank in status.ranks
             if rank.build not in ("", status.build)
         ]

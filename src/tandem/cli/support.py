@@ -24,6 +24,7 @@ from tandem.env import SECRET_VARIABLES, variable
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.supervision.record import Background, known_names
+from tandem.system.files import file_errors
 from tandem.version import __version__
 
 _SECRETS = re.compile(
@@ -52,13 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     text = "\n".join(f"==== {title}\n{body}" for title, body in sections.items())
     names = [*private_names(file), *(key for server in servers for key in _keys(server))]
     text = _SECRETS.sub(lambda match: f"{match[1] or ''}<secret>", redacted(text, names))
-    try:
-        with open(output, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as written:
-            written.write(text)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}: cannot be written: {error.strerror or error}; name another file", param="output"
-        ) from None
+    with (
+        file_errors(f"--output {output}: cannot be written", "name another file", param="output", kind=ConfigError),
+        open(output, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as written,
+    ):
+        written.write(text)
     print(f"{output}: read it, then attach it to a report; keys, prompts, paths and names of users and machines are taken out")
     return 0
 

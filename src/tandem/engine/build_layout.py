@@ -130,7 +130,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft, captured = _find_draft_model(settings, files, description)
-    _check_role(parallel, settings.scheduler.kv_disk, None if captured else draft)
+    _check_role(parallel, None if captured else draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
     specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured) for spec in specs)
     if captured:
@@ -153,7 +153,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
 
 def _note_senses(name: str, description: ModelDescription) -> None:
     """Log what of a multimodal model is served."""
-    if not (why := description.unread):
+    if not (why := description.no_pictures):
         log.info("%s: its vision tower is loaded with the first picture", name)
     elif description.left_out:
         log.warning(
@@ -230,7 +230,7 @@ def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
             "(--tensor-parallel-size gives it more)",
             backend,
         )
-    if layout.ranks[0].encoder_seconds and (why := layout.description.unread):
+    if layout.ranks[0].encoder_seconds and (why := layout.description.no_pictures):
         log.warning("--vision-rank own does nothing here; the model takes no pictures: %s", why)
     if layout.profile is not None and launcher_kind(settings.parallel).here:
         log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")
@@ -257,15 +257,9 @@ def _adapters(settings: Settings) -> tuple[AdapterSpec, ...]:
     return tuple(adapter_spec(index, name, str(path)) for index, (name, path) in enumerate(paths.items(), 1))
 
 
-def _check_role(parallel: ParallelSettings, kv_disk: str | None, draft: ModelFiles | None) -> None:
-    """Raise UsageError for a prefill or decode replica whose sequences cannot migrate to others."""
-    if (role := role_of(parallel)) == "both":
-        return
-    if kv_disk is None:
-        raise ConfigError(
-            f"role {role}: sequences go from replica to replica over --kv-disk DIR, which is not given", param="roles"
-        )
-    if draft is not None:
+def _check_role(parallel: ParallelSettings, draft: ModelFiles | None) -> None:
+    """Raise ConfigError for a prefill or decode replica with a draft model, whose sequences cannot migrate to others."""
+    if draft is not None and (role := role_of(parallel)) != "both":
         raise ConfigError(
             f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; leave one out",
             param="roles",

@@ -235,9 +235,9 @@ class _Loading:
         size = f"{now.total / 2**20:.0f} MiB"
         begun = before is not None and before.phase == "fetch" and before.total > 0
         if now.total and now.done < now.total and not begun:
-            self._history.note("download_begun", f"rank {now.rank} downloads {size} of the model", rank=now.rank)
+            self._history.note("download_begun", f"part {now.rank + 1} downloads {size} of the model", rank=now.rank)
         elif begun and now.total and now.done >= now.total and before is not None and before.done < before.total:
-            self._history.note("download_done", f"rank {now.rank} has downloaded {size} of the model", rank=now.rank)
+            self._history.note("download_done", f"part {now.rank + 1} has downloaded {size} of the model", rank=now.rank)
 
 
 def run_engine(

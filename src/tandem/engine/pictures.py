@@ -40,7 +40,7 @@ class PictureManager:
     def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
         """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
         sequences leave no room."""
-        if why := self._group.layout.description.unread:
+        if why := self._group.layout.description.no_pictures:
             raise RequestError(
                 f"{self._group.layout.served_name} takes no pictures: {why}; send text alone",
                 param="messages",

@@ -319,14 +319,7 @@ class RankGroup:
         out += refused
         for refusal in refused:
             if isinstance(refusal, Refused):
-                self.history.note(
-                    "request_refused",
-                    f"a request is not tried again: {refusal.message}",
-                    level="error",
-                    request_id=refusal.request_id,
-                    group=groups.get(refusal.request_id, ""),
-                    remedy="Send it shorter or changed; if it fails alike, report it with the log.",
-                )
+                self.history.note_refused(refusal.message, refusal.request_id, groups.get(refusal.request_id, ""))
         # Failures blamed on a request do not count against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
         if failure is None:

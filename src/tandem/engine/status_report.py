@@ -160,7 +160,7 @@ class StatusReport:
             hidden_size=layout.description.hidden_size,
             pooling=layout.pooling,
             generates=layout.description.generates,
-            blind=layout.description.unread,
+            no_pictures=layout.description.no_pictures,
             defaults=layout.defaults,
             ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in rank_group.ready],
@@ -213,14 +213,14 @@ class StatusReport:
                 alone = len({ready.host for ready in self._rank_group.ready}) == 1
                 note(
                     "rank_slow",
-                    f"rank {rank} is slow: steps take {slowdown:.1f} times the usual time; no action is "
+                    f"part {rank + 1} is slow: steps take {slowdown:.1f} times the usual time; no action is "
                     "taken while it makes progress",
                     level="info" if alone else "warning",
                     rank=rank,
                     remedy="See what else runs on that machine, and whether it is hot or saves power.",
                 )
             else:
-                note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
+                note("rank_usual", f"part {rank + 1} is at its usual pace again", rank=rank)
 
 
 def _kv_dtype(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:

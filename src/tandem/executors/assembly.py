@@ -184,7 +184,7 @@ def build_runner(
 
 def _pictures(spec: StageSpec, stage: StageModel, files: ModelFiles | None) -> PictureInputs | None:
     """Return the inputs of a rank's layers from pictures; None for models that take no pictures."""
-    if files is None or (description := describe(files, vision=spec.vision)).unread:
+    if files is None or (description := describe(files, vision=spec.vision)).no_pictures:
         return None
     if not stage.is_first:
         return PictureInputs(stage, description)

@@ -17,7 +17,7 @@ def main(role: str, *words: str) -> int:
     if role == "rank-host":
         from tandem.launchers.node_agent import main as host_ranks
 
-        return host_ranks()
+        return host_ranks(*words)
     if role == "agent":
         from tandem.launchers.agent.link import main as link
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,7 @@ from tandem.log import Seldom, set_up
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.leftovers import temporary_prefix
 from tandem.protocol import hosts
+from tandem.protocol.agent_messages import PartEnded
 from tandem.protocol.payloads import HostPayload
 from tandem.system.awake import keep_awake
 from tandem.system.privacy import silent_because
@@ -81,11 +83,21 @@ def _variables(order: hosts.StartRank | hosts.KeepStandby) -> Variables:
     return {**dict.fromkeys(PROCESS_GROUP_VARIABLES), **threads, **order.environment}
 
 
+def _received(link: HostEnd, seconds: float) -> hosts.HeadMessage | None:
+    """Return the head's next message; None after `seconds`, or for one that cannot be read."""
+    try:
+        return link.receive(seconds)
+    except TransportError as error:
+        seldom.warning("%s; it is dropped; is the head of this version?", error)
+        return None
+
+
 class NodeAgent:
     """Joins the head and follows its orders until released, refused, or the head is lost."""
 
-    def __init__(self, payload: HostPayload, mlx: hosts.MlxProcessGroup | None = None) -> None:
-        self._payload = payload
+    def __init__(self, payload: HostPayload, mlx: hosts.MlxProcessGroup | None = None, events: int | None = None) -> None:
+        """Store the payload. `events` is the descriptor of a pipe to the agent that has started this process, if one has."""
+        self._payload, self._events = payload, events
         self._mlx = mlx or hosts.MlxProcessGroup()
         self._id = secrets.token_hex(8)
         self._attempts = 0
@@ -168,11 +180,7 @@ class NodeAgent:
         try:
             while time.monotonic() < until and not self._told_to_end:
                 link.send(join)
-                try:
-                    answer = link.receive(REPEAT_S)
-                except TransportError as error:
-                    seldom.warning("%s; it is dropped; is the head of this version?", error)
-                    continue
+                answer = _received(link, REPEAT_S)
                 if isinstance(answer, hosts.Refuse):
                     raise UsageError(f"the head at {head}:{port} refuses this machine: {answer.reason}")
                 if isinstance(answer, hosts.Welcome):
@@ -191,12 +199,7 @@ class NodeAgent:
         """Follow the head's orders. Return the exit code, or None if the head is lost."""
         heard = time.monotonic()
         while not self._told_to_end:
-            try:
-                message = link.receive(POLL_S)
-            except TransportError as error:
-                seldom.warning("%s; it is dropped; is the head of this version?", error)
-                continue
-            now = time.monotonic()
+            message, now = _received(link, POLL_S), time.monotonic()
             if message is not None:
                 heard = now
             if isinstance(message, hosts.Release):
@@ -245,9 +248,13 @@ class NodeAgent:
         rank = self._rank
         if rank is None or (code := rank.process.poll()) is None:
             return
-        log.info("the part of the model here (process %d) %s", rank.process.pid, rank.process.describe_exit())
+        pid, how = rank.process.pid, rank.process.describe_exit()
+        log.info("the part of the model here (process %d) %s", pid, how)
+        if code and self._events is not None:
+            with suppress(OSError):  # the agent has ended
+                os.write(self._events, msgspec.json.encode(PartEnded(pid, how)) + b"\n")
         self._end_rank()
-        link.send(hosts.RankExited(rank.number, code, rank.process.describe_exit()))
+        link.send(hosts.RankExited(rank.number, code, how))
 
     def _end_rank(self) -> None:
         if self._rank is not None:
@@ -255,11 +262,11 @@ class NodeAgent:
             self._rank = None
 
 
-def host_ranks(payload: HostPayload) -> int:
+def host_ranks(payload: HostPayload, events: int | None = None) -> int:
     """Run a node agent in this process until it ends; return its exit code. Raises UsageError. Main thread only."""
     raise_limit()
     keep_awake()
-    host = NodeAgent(payload, launched_process_group())
+    host = NodeAgent(payload, launched_process_group(), events)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
             signal.signal(number, lambda number, frame: host.end())
@@ -268,12 +275,12 @@ def host_ranks(payload: HostPayload) -> int:
     return host.run()
 
 
-def main() -> int:
+def main(events: str | None = None) -> int:
     """Run the node agent that a launcher has started, with the payload on standard input. Return its exit code."""
     payload = msgspec.json.decode(receive_payload(), type=HostPayload)
     set_up(payload.log_level, prefix="[node agent]", log_format=payload.log_format)
     try:
-        return host_ranks(payload)
+        return host_ranks(payload, None if events is None else int(events))
     except UsageError as error:
         print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by the launcher
         return 2

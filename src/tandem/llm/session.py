@@ -226,7 +226,7 @@ class Session:
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
         if not any(is_picture(part) for parts in contents for part in parts):
             return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
-        if why := self.layout.description.unread:
+        if why := self.layout.description.no_pictures:
             raise RequestError(f"messages: this model takes no pictures: {why}; send text alone", param="messages")
         processor = processor_of(str(self.layout.files.path))
         ours, given = shown(messages, "" if "image" in self.tokenizer.template_words else processor.placeholder)

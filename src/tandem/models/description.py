@@ -25,7 +25,7 @@ from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, fami
 from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
-from tandem.models.pictures import OFF, deepstack, mrope_section, why_unread
+from tandem.models.pictures import OFF, deepstack, mrope_section, why_no_pictures
 from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.models.sources import has_mlx_vlm
 
@@ -169,7 +169,7 @@ class ModelDescription:
     """Number of first layers behind which features of pictures are added."""
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
-    unread: str = ""
+    no_pictures: str = ""
     """Reason why it takes no pictures; empty if it takes them."""
     generates: bool = True
     """Whether the model has an output projection. A model stored without one (as by sentence-transformers) only embeds;
@@ -222,7 +222,7 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
     kv_heads = facts.kv_heads()
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     layer_type = _layer_type(files.path, str(name))
-    unread = why_unread(config) or ("" if vision else OFF)
+    no_pictures = why_no_pictures(config) or ("" if vision else OFF)
     known = facts.config
     with known.named():
         caches = layer_caches(known, facts.num_layers, 2 * kv_heads * head_dim)
@@ -254,11 +254,11 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),
             uncut=uncut(known, facts.num_layers),
-            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if not unread and has_mlx_vlm() else 0,
+            vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if not no_pictures and has_mlx_vlm() else 0,
             mrope_section=mrope_section(str(name), known),
             deepstack=deepstack(config),
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
-            unread=unread,
+            no_pictures=no_pictures,
             generates=not headless,
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
             **facts.shares(layer_type),

@@ -7,11 +7,14 @@ layers count as not quantised.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tandem.errors import UnsupportedModel
 from tandem.json_types import JsonMapping
 from tandem.models.caches import LayerCache
+
+if TYPE_CHECKING:
+    from tandem.models.description import ModelDescription
 
 KV_BITS = {"auto": 0, "8bit": 8, "4bit": 4}
 """Bits per element by name of the type; 0: the type of computation."""
@@ -31,18 +34,6 @@ _EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
 """Every n-th layer is full attention, where the config has no n."""
 
 
-class Described(Protocol):
-    """Fields of `ModelDescription` needed here; a protocol, since description.py imports this module."""
-
-    @property
-    def family(self) -> str:
-        """`model_type` of config.json."""
-
-    @property
-    def kv_groups(self) -> tuple[tuple[int, float], ...]:
-        """Per layer: group size (0: not quantised), and cache elements per position."""
-
-
 def group_size(widths: Iterable[int]) -> int:
     """Return the group size for heads of these widths; 0 if none divides them all."""
     return next((size for size in GROUPS if all(width % size == 0 for width in widths)), 0)
@@ -59,7 +50,7 @@ def kv_groups(config: JsonMapping, caches: Sequence[LayerCache], width: int) -> 
     return tuple(group_size(_widths(config, width)) if _is_plain(config, i, cache) else 0 for i, cache in enumerate(caches))
 
 
-def require_quantizable(description: Described, kv_dtype: str) -> None:
+def require_quantizable(description: ModelDescription, kv_dtype: str) -> None:
     """Raise UnsupportedModel if config.json shows that no layer's KV can be quantised."""
     if description.family not in _WINDOWS - _PLAIN and not any(group for group, _ in description.kv_groups):
         raise UnsupportedModel(nothing_to_quantize(kv_dtype, description.family), param="kv_dtype")

@@ -27,7 +27,7 @@ ENCODERS = {name: name for name in ("gemma3", "gemma4", "idefics3", "mistral3", 
 """Modules of mlx-vlm that have the encoder, by model type."""
 
 
-def why_unread(config: JsonMapping) -> str:
+def why_no_pictures(config: JsonMapping) -> str:
     """Return why a model's pictures are not read; empty if they are."""
     model_type, text = str(config.get("model_type")), _entries(config, "text_config") or config
     if not config.get("vision_config"):

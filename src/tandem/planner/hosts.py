@@ -61,8 +61,14 @@ def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | No
 
 def host_spec(name: str, memory_bytes: int, chip: str) -> str:
     """Return the specification of a machine for `--hosts`, from what it says of itself."""
-    known = chip_of(chip) if chip_of(chip) in CHIPS else "cpu"
-    return f"{name}={memory_bytes / GIB:.1f}GB:{known}"
+    known = host_fields(memory_bytes, chip) or host_fields(memory_bytes, "cpu")
+    return f"{name}={known['memory']}:{known['chip']}"
+
+
+def host_fields(memory_bytes: int, chip: str) -> dict[str, str]:
+    """Return a machine's memory and chip as a hosts file has them; empty for a chip without known figures."""
+    known = chip_of(chip)
+    return {"memory": f"{memory_bytes / GIB:.1f}GB", "chip": known} if known in CHIPS else {}
 
 
 def host_specs(texts: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from tandem.models.description import ModelDescription
 from tandem.models.footprint import compute_item, dequantizes
 from tandem.planner.hardware import FAST_METAL_FENCE, METAL_FENCE, Link, Machine, with_fences
 from tandem.planner.types import Request
-from tandem.system.files import BY_HAND, read_regular
+from tandem.system.files import BY_HAND, file_errors, read_regular
 
 VERSION: Final = 1
 MOST_HOSTS: Final = 64
@@ -146,13 +146,9 @@ def read_profile(path: str, flag: str = "--profile") -> Profile:
     """Read and check a profile. Raise ConfigError, in one line that names flag, file, field and remedy."""
     where = f"{flag} {path}"
     param = flag.removeprefix("--").replace("-", "_")
-    try:
+    remedy = "`tandem bench comm --write-profile FILE` writes one"
+    with file_errors(f"{where}: cannot be read", remedy, param=param, kind=ConfigError):
         data = read_regular(Path(path).expanduser(), BY_HAND)
-    except OSError as error:
-        raise ConfigError(
-            f"{where}: cannot be read: {error.strerror or error}; `tandem bench comm --write-profile FILE` writes one",
-            param=param,
-        ) from None
     try:
         found = msgspec.json.decode(data, type=_Head).tandem_profile
         if found != VERSION:

@@ -77,5 +77,13 @@ class Ended(Struct, frozen=True, tag=True):
     """Reason why the program was not started or was ended, in one line."""
 
 
+class PartEnded(Struct, frozen=True):
+    """A rank process of a node agent has ended by itself: a line of JSON in the pipe from the node agent to its agent."""
+
+    pid: int
+    how: str
+    """Phrase such as `was killed (SIGKILL)`."""
+
+
 SessionRequest = OpenSession | Data | Beat
 SessionReply = Data | Beat | Ended

@@ -170,7 +170,7 @@ class RankInfo(Struct, frozen=True):
     """Id of the process beside the rank that encodes pictures; 0 without one, and before the first picture."""
 
 
-class EngineStatus(Struct, frozen=True, tag=True):
+class EngineStatus(Struct, frozen=True, tag=True, rename={"no_pictures": "blind"}):
     """State of the engine for the api: routing, health and metrics."""
 
     query_id: int
@@ -237,7 +237,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Pooling of embeddings; None if the model needs an unsupported pooling."""
     generates: bool = True
     """True if the model has an output projection; without one it only embeds."""
-    blind: str = ""
+    no_pictures: str = "its engine is of an older version, which reads none"
     """Reason why the model takes no pictures; empty if it takes them."""
     draft_tokens: int = 0
     """Draft tokens proposed by speculative decoding."""

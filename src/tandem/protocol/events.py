@@ -85,6 +85,17 @@ class History:
         self._add(event)
         return event
 
+    def note_refused(self, reason: str, request_id: str, group: str) -> Event:
+        """Record that a request that ranks or engines failed on is not tried again, and return the event."""
+        return self.note(
+            "request_refused",
+            f"a request is not tried again: {reason}",
+            level="error",
+            request_id=request_id,
+            group=group,
+            remedy="Send it shorter or changed; if it fails alike, report it with the log.",
+        )
+
     def take(self, events: Iterable[Event], *, replica: int | None = None, model: str = "") -> None:
         """Copy events not yet seen from another history. `replica` and `model`, if given, override theirs."""
         for event in events:

@@ -45,6 +45,12 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(chunks)
 
 
+def outgrown(param: str, limit: int, remedy: str = "") -> RequestError:
+    """Return the error of a stored conversation that is over `limit` bytes with the request's part."""
+    message = f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb){remedy}."
+    return RequestError(message, param=param, code="context_length_exceeded")
+
+
 def _too_large(limit: int) -> TooLargeError:
     return TooLargeError(f"The request body is larger than the limit of {limit} bytes (--max-body-mb).")
 

@@ -8,8 +8,11 @@ import os
 import resource
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from tandem.errors import UsageError
 
 WITHHELD = (
     "macOS withholds this folder from programs that were started over ssh, or by an app without permission: "
@@ -30,6 +33,15 @@ class NotRegular(OSError):
 
     def __init__(self, path: str | Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, str(path))
+
+
+@contextlib.contextmanager
+def file_errors(what: str, remedy: str = "", *, param: str | None = None, kind: type[UsageError] = UsageError) -> Iterator[None]:
+    """Raise an OSError of the block as `kind`: `what`, such as `FILE: cannot be read`, the system's reason, and the `remedy`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}{remedy and '; '}{remedy}", param=param) from None
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:

@@ -20,7 +20,7 @@ from processors import encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
-from tandem.models.pictures import OFF, why_unread
+from tandem.models.pictures import OFF, why_no_pictures
 from tandem.server.chats import picture_fetch
 from tandem.server.chats.pictures import check_given
 from tandem.server.chats.prompt import Marks, prompt_text
@@ -40,7 +40,7 @@ def seeing(tmp_path_factory):
     kept = {"journal": str(tmp_path_factory.mktemp("journal")), "keep_conversations": 60}
     see(path, "qwen2_5_vl")
     kept["image_hosts"] = ("localhost",)
-    with running_engine(path, max_context=512, blind="") as fake, running_server(MODEL, fake, **kept) as live:
+    with running_engine(path, max_context=512, no_pictures="") as fake, running_server(MODEL, fake, **kept) as live:
         yield live
 
 
@@ -333,14 +333,14 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
     ):
         check_given([GivenPicture(0, "http://a.b/c", False)], ())
     see(tmp_path, "qwen2_5_vl")
-    with running_engine(tmp_path, blind=OFF) as fake, running_server(MODEL, fake) as live:
+    with running_engine(tmp_path, no_pictures=OFF) as fake, running_server(MODEL, fake) as live:
         refused(ask(live, good), "--vision off")
     for name, text, why in (
         ("unseen_vl", {}, "'unseen_vl'"),
         ("gemma4", {"use_bidirectional_attention": "vision"}, "both directions"),
         ("qwen3_vl", {"rope_scaling": {"rope_type": "yarn"}}, "is scaled"),
     ):
-        assert why in why_unread({"model_type": name, "vision_config": {"depth": 1}, "text_config": text})
+        assert why in why_no_pictures({"model_type": name, "vision_config": {"depth": 1}, "text_config": text})
     monkeypatch.setattr("tandem.server.chats.pictures.find_spec", lambda name: None)
     refused(ask(seeing, good), "mlx-tandem[vision]")
 

@@ -24,6 +24,7 @@ from tandem.bench.workload import Progress as OnAnswer
 from tandem.cli.address import api_key, checked_url, server_url
 from tandem.cli.arguments import fail
 from tandem.errors import UsageError
+from tandem.system.files import file_errors
 from tandem.system.http_client import ServerClient
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -243,11 +244,9 @@ def _save(
 
 def write_file(path: Path, text: str, flag: str) -> None:
     """Write the file given by `flag`. Raises UsageError."""
-    try:
+    with file_errors(f"{flag} {path}: cannot be written", param=flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be written: {error.strerror}", param=flag) from None
 
 
 def _report_failures(answers: Sequence[Timed]) -> int:

@@ -14,13 +14,13 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from tandem.cli.address import find_server
-from tandem.cli.screen import plain_table, screen
+from tandem.cli.screen import plain_table, print_table
 from tandem.errors import UsageError
 from tandem.json_types import JsonObject
 from tandem.kv.files import ABOUT, MARK
 from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 from tandem.server.cache.warm_file import read_warm_file, text_body
-from tandem.system.files import read_text
+from tandem.system.files import file_errors, read_text
 
 _MOST_NAME = 4096
 """Most bytes of a model's name."""
@@ -82,10 +82,8 @@ def _spaces(directory: Path) -> list[Path]:
     if not (directory / MARK).is_file():
         what = "is no directory that Tandem keeps KV in" if directory.exists() else "there is no such directory"
         raise UsageError(f"--kv-disk {directory}: {what}; name the one that a server has", param="kv_disk")
-    try:
+    with file_errors(f"--kv-disk {directory}: cannot be read", param="kv_disk"):
         return sorted(one for one in directory.iterdir() if one.is_dir() and not one.is_symlink())
-    except OSError as error:
-        raise UsageError(f"--kv-disk {directory}: cannot be read: {error.strerror}", param="kv_disk") from error
 
 
 def _files(place: Path) -> list[tuple[Path, int, float]]:
@@ -142,10 +140,7 @@ def _list(answer: JsonObject) -> None:
                     model["model"], str(one["replica"]), str(prefix["tokens"]), str(prefix["disk_tokens"]), str(prefix["hits"])
                 )
             more += one["memory"]["prefixes"] - len(one["prefixes"])
-    if table.row_count:
-        screen(markup=False).print(table)
-    else:
-        print("no prefix is in memory; `tandem cache info` says what is on disk")
+    print_table(table, "no prefix is in memory; `tandem cache info` says what is on disk")
     if more:
         print(f"and {more} more")
 
@@ -245,10 +240,7 @@ def _of_directory(arguments: argparse.Namespace) -> int:
                 _size(one.nbytes),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)),
             )
-        if table.row_count:
-            screen(markup=False).print(table)
-        else:
-            print("nothing is kept there")
+        print_table(table, "nothing is kept there")
         return 0
     print(f"directory  {directory}")
     print(

@@ -29,6 +29,7 @@ from tandem.launchers.agent.link import PREFIX, PairingLink, agent_name
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
+from tandem.planner.hosts import host_fields
 from tandem.printable import printable
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
@@ -71,7 +72,10 @@ def write(arguments: argparse.Namespace) -> int:
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
     text = write(arguments, hosts, facts, machines)
-    text = topology.add_meeting_addresses(text, machines)
+    data = json.loads(topology.add_meeting_addresses(text, machines))
+    for entry in data["hosts"]:
+        entry |= host_fields(facts[entry["ssh"]].memory_bytes, facts[entry["ssh"]].chip)
+    text = json.dumps(data, indent=2)
     if arguments.file == "-":
         print(text)
         return 0

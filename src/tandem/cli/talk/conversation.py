@@ -17,7 +17,7 @@ from tandem.errors import UsageError
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingParams
-from tandem.system.files import read_regular, read_text
+from tandem.system.files import file_errors, read_regular, read_text
 
 COMMANDS = {
     "/help": "this list",
@@ -77,10 +77,8 @@ class Conversation:
         kind = mimetypes.guess_type(name)[0] or ""
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
-        try:
+        with file_errors(f"{name} cannot be read"):
             content = read_regular(Path(name).expanduser(), MOST_IMAGE)
-        except OSError as error:
-            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
         data = base64.b64encode(content).decode()
         self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
         return f"{name} goes with the next message"
@@ -116,10 +114,8 @@ class Conversation:
 
     def _save(self, name: str) -> str:
         content = {"model": self.model.name, "messages": self.messages}
-        try:
+        with file_errors(f"{name} cannot be written"):
             Path(name).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{name} cannot be written: {error.strerror}") from None
         return f"{len(self.said)} messages are in {name}"
 
     def _load(self, name: str) -> str:

@@ -11,11 +11,12 @@ import contextlib
 import logging
 import os
 import queue
-import re
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 
+import msgspec
 import zmq
 
 from tandem.crash_guard import start_thread
@@ -38,8 +39,6 @@ PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.diagnostics.doctor.probe"}
 """Programs that a head may start: name -> arguments after `python -m`."""
 PURPOSES = {"rank-host": "a part of a model", "probe": "a check of the doctor"}
 """Descriptions of `PROGRAMS` for people."""
-PART_ENDED = re.compile(rb"the part of the model here \(process \d+\) (?!exited with code 0)[^\"\n]+")
-"""Line of a node agent whose rank process has ended by itself; its own output goes to the head alone."""
 PORT = 29640
 """Default port for sessions; pairing uses the next port."""
 MOST_SESSIONS = 64
@@ -58,17 +57,26 @@ class AgentSession:
     """A running program with one thread per pipe, so that a blocked program delays no other session."""
 
     def __init__(self, owner: str, program: str, on_output: Callable[[bytes], None]) -> None:
-        """Start `python -m program` for the head with public key `owner`. `on_output` is called in another thread with each
-        chunk of output, and with b"" at its end. Raises OSError."""
+        """Start `python -m program EVENTS` for the head with public key `owner`; EVENTS is the descriptor of a pipe for
+        `PartEnded`. `on_output` is called in another thread with each chunk of output, and with b"" at its end. Raises
+        OSError."""
         self.owner = owner
-        self._process = subprocess.Popen(
-            module_command(*program.split()),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=child_environment(),
-            start_new_session=True,
-        )
+        events, theirs = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                module_command(*program.split(), str(theirs)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=child_environment(),
+                start_new_session=True,
+                pass_fds=(theirs,),
+            )
+        except OSError:
+            os.close(events)
+            raise
+        finally:
+            os.close(theirs)
         self._on_output = on_output
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = self._written = 0
@@ -83,6 +91,7 @@ class AgentSession:
         self._deadline = 0.0
         start_thread(self._write, name="input", on_failure=lambda _: None)
         start_thread(self._read, name="output", on_failure=lambda _: None)
+        start_thread(partial(_log_events, events), name="events", on_failure=lambda _: None)
 
     @property
     def pid(self) -> int:
@@ -131,6 +140,15 @@ class AgentSession:
         if code is None and self.reason is not None and time.monotonic() > self._deadline:
             self._process.kill()
         return None if self.reason is None else code
+
+
+def _log_events(descriptor: int) -> None:
+    """Log the ends of ranks that a node agent reports; its own log goes to the head alone."""
+    with os.fdopen(descriptor, "rb") as lines:
+        for line in lines:
+            ended = msgspec.json.decode(line, type=messages.PartEnded)
+            text = "the part of the model here (process %d) %s; the machine that serves starts it anew"
+            log.warning(text, ended.pid, ended.how)
 
 
 class _SessionSocket(HubSocket[messages.SessionReply, messages.SessionRequest]):
@@ -243,8 +261,6 @@ class Agent:
 
             def pass_on(data: bytes) -> None:
                 # Each message wakes the serving thread.
-                for ended in PART_ENDED.findall(data):
-                    log.warning("%s; the machine that serves starts it anew", ended.decode())
                 self._commands.post(identity, messages.Data(data) if data else messages.Beat())
 
             try:

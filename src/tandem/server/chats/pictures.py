@@ -25,8 +25,8 @@ WEB = ("http:", "https:")
 
 def unseen(status: EngineStatus) -> str:
     """Return why the model of an engine takes no pictures, and the remedy; empty if it takes them."""
-    if status.blind:
-        return f"the model takes no pictures: {status.blind}; send text, or name a model that sees"
+    if status.no_pictures:
+        return f"the model takes no pictures: {status.no_pictures}; send text, or name a model that sees"
     if find_spec("PIL") is None or find_spec("mlx_vlm") is None:
         return "pictures need the extra 'vision' on the server (pip install 'mlx-tandem[vision]'); send text alone"
     return ""

@@ -411,14 +411,7 @@ class Dispatcher:
         self._end(inflight, error)
 
     def _note_refused(self, inflight: InflightRequest, error: RequestError) -> None:
-        event = self.history.note(
-            "request_refused",
-            f"a request is not tried again: {error.message}",
-            level="error",
-            request_id=inflight.request_id,
-            group=inflight.request.group,
-            remedy="Send it shorter or changed; if it fails alike, report it with the log.",
-        )
+        event = self.history.note_refused(error.message, inflight.request_id, inflight.request.group)
         if self.tell is not None:
             self.tell(NoteEvent(event))
 

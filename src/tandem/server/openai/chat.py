@@ -8,11 +8,10 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from tandem.errors import RequestError
 from tandem.json_types import JsonObject
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.server.acquire import acquire
-from tandem.server.body import parse, read_body, understood
+from tandem.server.body import outgrown, parse, read_body, understood
 from tandem.server.chats.answer_message import Reply, WholeMessage
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.plan import start_chat
@@ -166,12 +165,7 @@ async def parse_turn(http: Request) -> tuple[ChatRequest, ConversationTurn]:
         return fields, ConversationTurn(given, store, owner, asked)
     whole, asked, count = await off_loop(len(past) + len(raw) > LARGE, _joined, past, raw)
     if len(whole) > api.max_body:
-        raise RequestError(
-            f"The conversation has become larger than the limit of {api.max_body} bytes "
-            "(--max-body-mb); begin another 'conversation_id'.",
-            param="conversation_id",
-            code="context_length_exceeded",
-        )
+        raise outgrown("conversation_id", api.max_body, "; begin another 'conversation_id'")
     http.scope.pop("tandem.ignored", None)  # the fields are parsed again
     return await understood(http, whole, ChatRequest), ConversationTurn(given, store, owner, asked, count)
 

@@ -35,14 +35,14 @@ def model_object(api: Api, served: Served) -> dict[str, object]:
         "max_model_len": api.max_context(served),
         "loaded": state in ("loaded", "recovering", "draining"),
         "state": state,
-        **({"architecture": _architecture(unseen(status))} if status is not None and status.source else {}),
+        **({"architecture": _architecture(pictures=not unseen(status))} if status is not None and status.source else {}),
         **({"detail": detail} if detail else {}),
     }
 
 
-def _architecture(blind: str) -> dict[str, object]:
-    """Return what a model reads and writes, as OpenRouter's model objects say it. `blind`: why it takes no pictures."""
-    inputs = ["text"] if blind else ["text", "image"]
+def _architecture(*, pictures: bool) -> dict[str, object]:
+    """Return what a model reads and writes, as OpenRouter's model objects say it."""
+    inputs = ["text", "image"] if pictures else ["text"]
     return {"modality": f"{'+'.join(inputs)}->text", "input_modalities": inputs, "output_modalities": ["text"]}
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tandem.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, invalid
 from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
-from tandem.server.body import read_body, translated, understood
+from tandem.server.body import outgrown, read_body, translated, understood
 from tandem.server.body_validation import in_words
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import start_chat
@@ -131,14 +131,9 @@ async def _in_full(http: Request, fields: ResponsesRequest, raw: bytes) -> tuple
         past, output = await _past(http, previous)
     whole = await off_loop(len(past) + len(raw) > LARGE or bool(items), _joined, past, output, items, raw)
     if len(whole) > limit:
-        raise _outgrown("previous_response_id" if previous else "input", limit)
+        raise outgrown("previous_response_id" if previous else "input", limit)
     http.scope.pop("tandem.ignored", None)  # the fields are parsed again
     return await understood(http, whole, ResponsesRequest), whole
-
-
-def _outgrown(param: str, limit: int) -> RequestError:
-    message = f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb)."
-    return RequestError(message, param=param, code="context_length_exceeded")
 
 
 async def _referenced(http: Request, references: list[tuple[str, str]], limit: int) -> dict[str, JsonObject]:
@@ -164,7 +159,7 @@ async def _referenced(http: Request, references: list[tuple[str, str]], limit: i
                 )
             items[name], sizes[name] = item, len(encode_json(item))
     if sum(sizes[name] for _, name in references) > limit:
-        raise _outgrown("input", limit)
+        raise outgrown("input", limit)
     return items
 
 
