@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from submitted import ask
 from tandem import LLM, SamplingParams
+from tandem.engine.engine import Engine
+from tandem.runner.drafter import Drafted, Drafter
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PARAMS = [
@@ -27,3 +33,33 @@ def answers(llm: LLM) -> list[list[list[int]]]:
 def plain(directory: Path) -> list[list[list[int]]]:
     with LLM(str(directory), prefill_chunk=16, speculative_method="none") as llm:
         return answers(llm)
+
+
+def drafts_after(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, layouts: list[dict[str, Any]], **drafting: Any
+) -> list[dict[int, list[int]]]:
+    """Drafts of a head in each step of an answer, by the tokens known: one server after another, with one directory of KV.
+
+    Asserts that the first server's second answer had a prefix hit, and each later server's only one.
+    """
+    drafted: dict[int, list[int]] = {}
+    found: list[dict[int, list[int]]] = []
+    whole = Drafter.draft
+
+    def noted(drafter: Drafter, *args: Any) -> Drafted | None:
+        made = whole(drafter, *args)
+        drafted.update({len(drafter._known[one].tokens): tokens for one, tokens in (made.values() if made else {}).items()})
+        return made
+
+    monkeypatch.setattr(Drafter, "draft", noted)
+    monkeypatch.setattr("tandem.speculation.proposers.ModelProposer.hits", 1.0)  # it is asked in each step
+    texts = set()
+    for number, layout in enumerate(layouts):
+        with LLM(str(directory), prefill_chunk=16, kv_disk=str(directory.parent / "kv"), **{**drafting, **layout}) as llm:
+            for _ in range(2 - (number > 0)):
+                texts.add(tuple(llm.generate([prompts()[1]], GREEDY)[0].token_ids))
+                found.append(dict(drafted))
+                drafted.clear()
+            assert ask(llm, Engine.status).prefix_hits == 1
+    assert len(texts) == 1
+    return found

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from drafting import GREEDY, answers, plain, prompts
+from drafting import GREEDY, answers, drafts_after, plain, prompts
 from submitted import Killer, ask, check, submitted
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
@@ -24,7 +24,6 @@ from tandem.models.eagle3 import describe_draft, read_eagle3
 from tandem.models.footprint import rank_position, rank_weights
 from tandem.models.sources import has_mlx_vlm
 from tandem.protocol.request import EngineRequest
-from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.heads.eagle3 import load_eagle3
 from tandem.testing import tiny_model
 
@@ -153,27 +152,12 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
         assert status.draft_tokens > 0 and status.accepted_tokens < 0.1 * status.draft_tokens
 
 
-def test_drafts_after_a_prefix_hit_are_those_after_the_whole_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_after_a_prefix_hit_are_those_after_the_whole_prompt_and_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(tmp_path / "model", layers=4)
-    drafted: dict[int, list[int]] = {}
-    whole = Drafter.draft
-
-    def noted(drafter: Drafter, *args: Any) -> Drafted | None:
-        made = whole(drafter, *args)
-        drafted.update({len(drafter._known[one].tokens): tokens for one, tokens in (made.values() if made else {}).items()})
-        return made
-
-    monkeypatch.setattr(Drafter, "draft", noted)
-    monkeypatch.setattr("tandem.speculation.proposers.ModelProposer.hits", 1.0)  # it is asked in each step
-    prompt, found = prompts()[1], list[dict[int, list[int]]]()
-    soon = range(len(prompt) + 1, len(prompt) + 5)
-    with LLM(str(model), prefill_chunk=16, **drafting(eagle3(model))) as llm:
-        for _ in range(2):
-            llm.generate([prompt], GREEDY)
-            found.append({length: drafted.pop(length) for length in soon if length in drafted})
-        both = found[0].keys() & found[1].keys()
-        assert ask(llm, Engine.status).prefix_hits == 1 and both
-        assert [found[0][length] for length in both] == [found[1][length] for length in both]
+    first, *others = drafts_after(monkeypatch, model, [{}, {}], **drafting(eagle3(model)))
+    assert first and others == [first] * 2
 
 
 @pytest.mark.slow

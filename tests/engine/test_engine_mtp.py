@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from drafting import GREEDY, answers, plain, prompts
+from drafting import GREEDY, answers, drafts_after, plain, prompts
 from submitted import Killer, ask, check, submitted
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
@@ -74,15 +74,23 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
         assert status.draft_tokens > 0 and status.accepted_tokens < 0.1 * status.draft_tokens
 
 
-def test_prefixes_from_disk_serve_a_head(tmp_path: Path) -> None:
-    directory = str(model(tmp_path / "model", right=1.0))
-    prompt = [prompts()[1]]
-    found = []
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5"])
+def test_drafts_after_a_restart_are_those_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    first, *others = drafts_after(monkeypatch, model(tmp_path / "model", family), [{}, {}], **MTP)
+    assert first and others == [first] * 2
+
+
+def test_a_head_whose_kv_on_disk_is_damaged_starts_anew(tmp_path: Path) -> None:
+    directory, found, damaged = str(model(tmp_path / "model", right=1.0)), [], list[Path]()
     for _ in range(2):
         with LLM(directory, prefill_chunk=16, kv_disk=str(tmp_path / "kv"), **MTP) as llm:
-            found.append(llm.generate(prompt, GREEDY)[0].token_ids)
+            found.append(llm.generate([prompts()[1]], GREEDY)[0].token_ids)
             status = ask(llm, Engine.status)
-            assert status.kv_disk == "on" and 0 < status.draft_tokens == status.accepted_tokens
+            assert 0 < status.draft_tokens == status.accepted_tokens
+        for part in (tmp_path / "kv").rglob("*.2-3.0-1.kv"):
+            part.write_bytes(part.read_bytes()[:-1])
+            damaged.append(part)
+    assert not damaged[0].exists() and len(damaged) == 1
     assert found[0] == found[1] and status.prefix_hits == 1
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.files import ModelFiles, fingerprint
 from tandem.checkpoints.stored import path_here
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
@@ -162,6 +162,11 @@ def build_runner(
             load, spec.vocab_size, spec.eos_token_ids, lambda request_id: report(GrammarReady(spec.rank, request_id))
         )
     disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
+    drafter = load_drafter(spec, stage, files)
+    if disk is not None and drafter is not None and files is not None:
+        one = int(fingerprint(_draft_files(spec).path)[:7], 16) if spec.captured_layers else 0  # heads apart from one another
+        layer = describe(files).num_layers
+        drafter.keep_on(disk, KVSlice(range(layer, layer + 1), range(one, one + 1)), stage.dtype)
     runner = Runner(
         stage,
         micro_batches=spec.micro_batches,
@@ -173,7 +178,7 @@ def build_runner(
         samples=spec.samples,
         vocabulary=vocabulary,
         drafts=spec.drafts,
-        drafter=load_drafter(spec, stage, files),
+        drafter=drafter,
         head=spec.has_head,
         attention=chosen_attention(spec.attention),
         disk=disk,

@@ -84,6 +84,14 @@ class Kind:
     """Layers, from 0, that cannot be divided by heads: files serve only ranks with exactly the same heads."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Slice of a rank's KV with files of its own, and what these contain; None accepts any."""
+
+    slice: KVSlice
+    kind: Kind | None = None
+
+
 class Unusable(Exception):
     """Raised if a disk block file is missing, damaged or mismatched."""
 
@@ -147,9 +155,8 @@ class DiskBlockFiles:
         """Open the directory. `limit`: maximum bytes of all files in `directory`, including other spaces; `most`: of one
         file. Files of another `kind` count as damaged; None accepts any. Raises UsageError."""
         open_directory(directory, space)
-        self.need = need
+        self.part = Part(need, kind)
         """Layers and heads of this rank."""
-        self._kind = kind
         self._root, self._limit, self._most = directory, limit, most
         self._space = space
         self._path = self.directory = directory / space
@@ -168,7 +175,7 @@ class DiskBlockFiles:
         """Bytes written since the last scan."""
         self._look()
         self._labels: set[str] = set()
-        self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
+        self._announce(need, *(part for parts in self._parts.values() for part in parts))
 
     def _announce(self, *parts: KVSlice) -> None:
         """Create the label files of these slices, for ranks that look for single disk blocks. Errors are ignored."""
@@ -199,27 +206,30 @@ class DiskBlockFiles:
             if any(part not in self._parts.get(name, ()) for layer in self._sources(name) or () for part, _ in layer)
         ]
 
-    def _sources(self, name: bytes) -> list[list[tuple[KVSlice, range]]] | None:
+    def _sources(self, name: bytes, wanted: Part | None = None) -> list[list[tuple[KVSlice, range]]] | None:
         """Return for each layer the slices to read, and which of their heads; None if some are missing."""
-        whole = self._kind.whole if self._kind else frozenset()
-        return sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())), whole)
+        wanted = wanted or self.part
+        whole = wanted.kind.whole if wanted.kind else frozenset()
+        return sources(wanted.slice, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())), whole)
 
-    def read(self, name: bytes) -> tuple[list[Layer], str, int]:
-        """Return keys and values of each layer, MLX's name of their type, and the bytes read. Raises Unusable."""
-        sources = self._sources(name)
+    def read(self, name: bytes, wanted: Part | None = None) -> tuple[list[Layer], str, int]:
+        """Return keys and values of each layer of `wanted` (the rank's own part if None), MLX's name of their type, and the
+        bytes read. Raises Unusable."""
+        wanted = wanted or self.part
+        sources = self._sources(name, wanted)
         if sources is None:
             raise Unusable("it is not there")
         files: dict[str, tuple[_Header, list[Layer]]] = {}
         for part, _ in (one for layer in sources for one in layer):
             if part.label not in files:
                 try:
-                    files[part.label] = self._load(name, part)
+                    files[part.label] = self._load(name, part, wanted)
                 except Unusable:
                     for parts in (self._parts, self._lent):
                         parts[name] = [one for one in parts.get(name, []) if one != part]
                     raise
         layers = []
-        for layer, taken in zip(self.need.layers, sources, strict=True):
+        for layer, taken in zip(wanted.slice.layers, sources, strict=True):
             disk_blocks = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
             layers.append(
                 disk_blocks[0]
@@ -231,7 +241,7 @@ class DiskBlockFiles:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
         return layers, types.pop(), sum(array.nbytes for _, held in files.values() for layer in held for array in layer)
 
-    def _load(self, name: bytes, part: KVSlice) -> tuple[_Header, list[Layer]]:
+    def _load(self, name: bytes, part: KVSlice, wanted: Part) -> tuple[_Header, list[Layer]]:
         path = self._path / _file(name, part)
         borrowed = part not in self._parts.get(name, [])
         try:
@@ -249,7 +259,7 @@ class DiskBlockFiles:
             ):
                 raise ValueError("it is not what it should be")
             layers = _arrays(payload, header)
-            self._require_kind(header, part)
+            _require_kind(header, part, wanted)
             if borrowed:
                 with suppress(OSError):  # storing it locally is optional
                     self._put(name, part, [data])
@@ -262,34 +272,6 @@ class DiskBlockFiles:
             with suppress(OSError):
                 path.unlink()
             raise Unusable(f"{path.name} is damaged: {error}") from error
-
-    def _require_kind(self, header: _Header, part: KVSlice) -> None:
-        """Raise ValueError if type or shapes differ from the model's, so the KV is unusable."""
-        checkpoint = is_checkpoint(header.name)
-        if not checkpoint and any(len(one) != 4 or one[2] != DISK_BLOCK_SIZE for layer in header.shapes for one in layer):
-            raise ValueError("its arrays are not those of a disk block")
-        dtype = "uint8" if checkpoint else self._kind.dtype if self._kind else header.dtype
-        if header.dtype != dtype:
-            raise ValueError(f"type {header.dtype}, where the model has {dtype}")
-        for i, layer in enumerate(self.need.layers):
-            if layer not in part.layers:
-                continue
-            shapes = header.shapes[layer - part.layers.start]
-            expected: list[tuple[int, ...]]
-            if self._kind is None:
-                expected = [(1, len(part.heads), DISK_BLOCK_SIZE, max(shape[3], 1)) for shape in shapes]
-            elif checkpoint:
-                expected = list(self._kind.checkpoints[i])
-            else:
-                expected = [(1, heads, DISK_BLOCK_SIZE, width) for heads, width in self._kind.blocks[i]]
-            if self._kind is not None and i not in self._kind.whole:
-                expected = [(1, len(part.heads), *shape[2:]) for shape in expected]
-            alike = len(shapes) == len(expected) and all(
-                len(shape) == len(of) and all(number == size or size < 0 for number, size in zip(shape, of, strict=True))
-                for shape, of in zip(shapes, expected, strict=True)
-            )
-            if not alike:
-                raise ValueError(f"layer {layer} has shapes {shapes}, where the model has {expected}")
 
     def _bring(self, file: str) -> bytes:
         """Fetch a file from another machine, counting its bytes. Raises TransportError."""
@@ -308,15 +290,17 @@ class DiskBlockFiles:
             os.utime(path)
         return data
 
-    def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
-        """Write this rank's slice of a disk block; return the bytes written. Raises OSError, with nothing left behind."""
+    def write(self, name: bytes, layers: list[Layer], dtype: str, part: Part | None = None) -> int:
+        """Write `part` of a disk block (None: this rank's); return the bytes written. Raises OSError, with nothing left
+        behind."""
+        own = (part or self.part).slice
         blocks = [np.ascontiguousarray(array) for layer in layers for array in layer]
         checksum = 0
         for block in blocks:
             checksum = zlib.crc32(block.data, checksum)
         shapes = [[list(array.shape) for array in layer] for layer in layers]
-        header = msgspec.msgpack.encode(_Header(self._space, name, self.need.label, shapes, dtype, checksum))
-        return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
+        header = msgspec.msgpack.encode(_Header(self._space, name, own.label, shapes, dtype, checksum))
+        return self._put(name, own, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
 
     def _put(self, name: bytes, part: KVSlice, contents: Iterable[bytes | memoryview]) -> int:
         """Write a file and return its size. Raises OSError, with nothing left behind."""
@@ -418,6 +402,35 @@ class DiskBlockFiles:
                     yield 0.0 if wrong else status.st_mtime, status.st_size, space, file.name
                 elif half and abs(ahead) > STALE_S:
                     os.unlink(file)
+
+
+def _require_kind(header: _Header, part: KVSlice, wanted: Part) -> None:
+    """Raise ValueError if type or shapes differ from the model's, so the KV is unusable."""
+    checkpoint, kind = is_checkpoint(header.name), wanted.kind
+    if not checkpoint and any(len(one) != 4 or one[2] != DISK_BLOCK_SIZE for layer in header.shapes for one in layer):
+        raise ValueError("its arrays are not those of a disk block")
+    dtype = "uint8" if checkpoint else kind.dtype if kind else header.dtype
+    if header.dtype != dtype:
+        raise ValueError(f"type {header.dtype}, where the model has {dtype}")
+    for i, layer in enumerate(wanted.slice.layers):
+        if layer not in part.layers:
+            continue
+        shapes = header.shapes[layer - part.layers.start]
+        expected: list[tuple[int, ...]]
+        if kind is None:
+            expected = [(1, len(part.heads), DISK_BLOCK_SIZE, max(shape[3], 1)) for shape in shapes]
+        elif checkpoint:
+            expected = list(kind.checkpoints[i])
+        else:
+            expected = [(1, heads, DISK_BLOCK_SIZE, width) for heads, width in kind.blocks[i]]
+        if kind is not None and i not in kind.whole:
+            expected = [(1, len(part.heads), *shape[2:]) for shape in expected]
+        alike = len(shapes) == len(expected) and all(
+            len(shape) == len(of) and all(number == size or size < 0 for number, size in zip(shape, of, strict=True))
+            for shape, of in zip(shapes, expected, strict=True)
+        )
+        if not alike:
+            raise ValueError(f"layer {layer} has shapes {shapes}, where the model has {expected}")
 
 
 def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:

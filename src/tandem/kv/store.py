@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from tandem.comm.group import dispatch
 from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
-from tandem.kv.files import DiskBlockFiles, Kind, Layer, Unusable
+from tandem.kv.files import DiskBlockFiles, Kind, Layer, Part, Unusable
+from tandem.kv.parts import KVSlice
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.loading.prefix import BY_POSITION, LAST_POSITIONS, STORABLE, Prefix, last_positions, with_arrays
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
@@ -227,10 +229,12 @@ class _Arrived:
 class _Span:
     """Consecutive disk blocks queued for writing, or a checkpoint, with one copy of each array."""
 
-    def __init__(self, layers: Sequence[Sequence[mx.array]], dtype: str, first: int | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[mx.array]], dtype: str, first: int | None = None, part: Part | None = None
+    ) -> None:
         """Copy the arrays of each layer. `dtype`: name of their type; `first`: number of the first disk block, None for a
-        checkpoint."""
-        self.dtype = dtype
+        checkpoint; `part`: what they are, None for the rank's own layers."""
+        self.dtype, self.part = dtype, part
         self._first = first
         # Copy the arrays, as MLX arrays must not be shared between threads.
         self._own = [[mx.contiguous(side).view(storage_dtype(side.dtype)) for side in layer] for layer in layers]
@@ -250,6 +254,13 @@ class _Span:
         return [[side[:, :, where] for side in layer] for layer in self._arrays]
 
 
+def _revived(layers: Layers, arrived: _Arrived) -> Prefix:
+    whole = arrived.arrays
+    if arrived.dtype == "bfloat16":
+        whole = [[side.view(mx.bfloat16) for side in layer] for layer in whole]
+    return layers.revived(whole, arrived.states, arrived.length)
+
+
 class KVDisk:
     """Disk cache of one rank. Call `store` and `take` in the thread that owns MLX, `take_order` in any."""
 
@@ -264,6 +275,9 @@ class KVDisk:
         """Bytes queued for writing."""
         self._arrived: dict[str, _Arrived | None] = {}
         """Fetched prefixes by key; None for one that could not be read."""
+        self._head: tuple[Layers, Part] | None = None
+        self._head_arrived: dict[str, _Arrived] = {}
+        """A draft head's part of fetched prefixes, where the disk has it."""
         self._quiet_until = 0.0
         self.names = files.names()
         """Names of the disk blocks present at the start."""
@@ -281,18 +295,23 @@ class KVDisk:
         """Endpoint that serves these files to other ranks; empty if not served."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
+    def add_head(self, layers: Layers, where: KVSlice) -> None:
+        """Keep a draft head's KV too, in files of its own beside those of the same disk blocks. Call it before any order."""
+        self._head = layers, Part(where, layers.kind)
+
+    def store_head(self, op: StoreOp, prefix: Prefix) -> None:
+        """Queue the head's part of disk blocks for writing. Call it before `store`, whose report says that all is written."""
+        assert self._head is not None
+        self._store_blocks(op, prefix, *self._head)
+
+    def take_head(self, key: str) -> Prefix | None:
+        """Return and forget the head's part of a fetched prefix; None if the disk did not have it."""
+        arrived = self._head_arrived.pop(key, None)
+        return None if arrived is None or self._head is None else _revived(self._head[0], arrived)
+
     def store(self, op: StoreOp, prefix: Prefix) -> None:
         """Queue disk blocks and checkpoints of a prefix for writing."""
-        blocks = [one for one in op.disk_blocks if not is_checkpoint(one[1])]
-        # Consecutive numbers have a constant distance to their list index.
-        for _, run in itertools.groupby(enumerate(blocks), lambda one: one[1][0] - one[0]):
-            disk_blocks = [disk_block for _, disk_block in run]
-            first = disk_blocks[0][0]
-            where = slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE)
-            taken, nbytes = self._accepted(disk_blocks, self._layers.stored(prefix, where))  # lazy, for its shapes
-            where = slice(first * DISK_BLOCK_SIZE, (first + len(taken)) * DISK_BLOCK_SIZE)
-            if taken:
-                self._queue(taken, _Span(self._layers.stored(prefix, where), self._layers.kind.dtype, first), nbytes, op.awaited)
+        self._store_blocks(op, prefix, self._layers)
         for number, name in op.disk_blocks:
             if not is_checkpoint(name):
                 continue
@@ -301,6 +320,18 @@ class KVDisk:
                 continue
             taken, nbytes = self._accepted([(number, name)], layers)
             self._queue(taken, _Span(layers, "uint8"), nbytes, op.awaited)
+
+    def _store_blocks(self, op: StoreOp, prefix: Prefix, layers: Layers, part: Part | None = None) -> None:
+        blocks = [one for one in op.disk_blocks if not is_checkpoint(one[1])]
+        # Consecutive numbers have a constant distance to their list index.
+        for _, run in itertools.groupby(enumerate(blocks), lambda one: one[1][0] - one[0]):
+            disk_blocks = [disk_block for _, disk_block in run]
+            first = disk_blocks[0][0]
+            where = slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE)
+            taken, nbytes = self._accepted(disk_blocks, layers.stored(prefix, where))  # lazy, for its shapes
+            where = slice(first * DISK_BLOCK_SIZE, (first + len(taken)) * DISK_BLOCK_SIZE)
+            if taken:
+                self._queue(taken, _Span(layers.stored(prefix, where), layers.kind.dtype, first, part), nbytes, op.awaited)
 
     def _accepted(
         self, disk_blocks: list[tuple[int, bytes]], layers: Sequence[Sequence[mx.array]]
@@ -336,14 +367,12 @@ class KVDisk:
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
-        whole = arrived.arrays
-        if arrived.dtype == "bfloat16":
-            whole = [[side.view(mx.bfloat16) for side in layer] for layer in whole]
-        return self._layers.revived(whole, arrived.states, arrived.length)
+        return _revived(self._layers, arrived)
 
     def drop(self, key: str) -> None:
         """Drop the prefix fetched under this key."""
         self._arrived.pop(key)
+        self._head_arrived.pop(key, None)
 
     def close(self, timeout_s: float) -> bool:
         """End the thread after all queued reads and writes. Return False after `timeout_s` seconds."""
@@ -411,8 +440,22 @@ class KVDisk:
             # Later blocks are useless without this one and are stored again with it; so are blocks that do not match.
             lost = order.names[number:] if isinstance(error, Unusable) else order.names
             arrived = None
+        if arrived is not None and self._head is not None:
+            self._read_head(order, self._head[1])
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes, self._files.brought - before, late))
+
+    def _read_head(self, order: Fetch, part: Part) -> None:
+        """Read a draft head's part of a prefix. Where some is missing or damaged, the head starts anew."""
+        names, arrived = [name for name in order.names if not is_checkpoint(name)], None
+        with suppress(Unusable, MemoryError, ValueError):
+            for number, name in enumerate(names):
+                layers, dtype, _ = self._files.read(name, part)
+                arrived = arrived or _Arrived(layers, dtype, len(names))
+                arrived.put(number, layers, dtype)
+            assert arrived is not None
+            arrived.finish()
+            self._head_arrived[order.key] = arrived
 
     def _use_remote_stores(self, order: UseRemoteStores) -> None:
         if self._remote_stores is not None:
@@ -444,9 +487,10 @@ class KVDisk:
                 return
             layers = span.disk_block(number)  # waits for its computation
             started = time.monotonic()
-            size = self._files.write(name, layers, span.dtype)
+            size = self._files.write(name, layers, span.dtype, span.part)
             took = time.monotonic() - started
-            self._report(Written(self._rank, [name], size, took, self._files.take_gone()))
+            written = [name] if span.part is None else []
+            self._report(Written(self._rank, written, size, took, self._files.take_gone()))
             time.sleep(0.0 if awaited else max(size / WRITE_BYTES_S - took, 0.0))
         except OSError as error:
             self._quiet_until = time.monotonic() + FULL_S

@@ -16,13 +16,16 @@ import mlx.core as mx
 
 from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.kv.parts import KVSlice
+from tandem.kv.store import KVDisk
 from tandem.loading.prefix import Prefix, trimmable
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
-from tandem.protocol.kv_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.step import SavePrefixOp, SpecDecodeRow, StepPlan, accepted
 from tandem.runner.heads.eagle3 import Eagle3Head
 from tandem.runner.heads.mtp import MTPHead
+from tandem.runner.heads.prefix import HeadPrefix, disk_layers
 from tandem.runner.kv_store import KVStore
 
 CHUNK = 512
@@ -47,8 +50,8 @@ class _Known:
     """Caches of what is read, while the sequence has no row."""
     states: list[tuple[mx.array, int, range]] = field(default_factory=list)
     """Hidden states that a head has not read, from position `held - 1` on: array [B, L, H], row and positions in it."""
-    boundary: tuple[int, mx.array | None] = 0, None
-    """Tokens before the last boundary of KV blocks in its prompt so far, and the hidden state [1, 1, H] of the last of them."""
+    ends: mx.array | None = None
+    """For a head: the model's hidden states [1, blocks, W] at the last position of each KV block so far."""
 
     @property
     def row_length(self) -> int:
@@ -133,8 +136,9 @@ class Drafter:
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts, over_steps=True) for _ in range(micro_batches)]
         self._known: dict[str, _Known] = {}
-        self._prefixes: dict[str, tuple[Prefix, mx.array]] = {}
-        """By key of a cached prefix: a head's KV of its tokens, and the model's hidden state [1, 1, H] of the last one."""
+        self._prefixes: dict[str, HeadPrefix] = {}
+        """A head's part of cached prefixes, by their keys."""
+        self._disk: KVDisk | None = None
         self._asked = True
         """True unless the last plan that decoded asked for no drafts."""
         self._room = 0
@@ -149,7 +153,13 @@ class Drafter:
     @property
     def prefix_bytes(self) -> int:
         """Bytes of a head's KV in cached prefixes."""
-        return sum(array.nbytes for kept, state in self._prefixes.values() for array in (*kept.arrays, state))
+        return sum(array.nbytes for kept in self._prefixes.values() for array in kept.arrays)
+
+    def keep_on(self, disk: KVDisk, where: KVSlice, dtype: mx.Dtype) -> None:
+        """Keep a head's KV on disk too, in the files of slice `where`. `dtype`: compute type."""
+        if self._head is not None and (layers := disk_layers(self._head, dtype)) is not None:
+            disk.add_head(layers, where)
+            self._disk = disk
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
@@ -164,10 +174,12 @@ class Drafter:
             self._known[insert.request_id] = _Known(list(insert.tokens), reads, first, first)
         for op in plan.restores:
             known = self._known[op.request_id]
+            if self._disk is not None and self._head is not None and (read := self._disk.take_head(op.key)) is not None:
+                self._prefixes[op.key] = HeadPrefix.revived(read, self._head.width)
             if op.key in self._prefixes and op.length > 1 and known.reads:
-                kept, state = self._prefixes[op.key]
-                known.held, known.caches = op.length, kept.revived(op.length - 1)
-                known.states = [(state, 0, range(1))] if kept.length == op.length - 1 else []
+                kept, blocks = self._prefixes[op.key], op.length // BLOCK_SIZE
+                known.held, known.caches, known.ends = op.length, kept.kv.revived(op.length - 1), kept.ends[:, :blocks]
+                known.states = [(kept.ends, 0, range(blocks - 1, blocks))] if op.length == blocks * BLOCK_SIZE else []
         if plan.decode:
             self._asked = plan.spec_decode_plan is not None and plan.spec_decode_plan.ask > 0
         if (spec := plan.spec_decode_plan) is None:
@@ -181,7 +193,7 @@ class Drafter:
         """Store the model's hidden states `hidden[row, :count]` of a sequence's positions from `position` on, for a head."""
         known = self._known[request_id]
         if known.reads:
-            known.note(position, hidden, row, count)
+            self._note(known, position, hidden, row, count)
             known.forget()
 
     def read_prompt(self, request_id: str, position: int, hidden: mx.array, row: int, count: int) -> None:
@@ -191,26 +203,31 @@ class Drafter:
         if not known.reads or not (self._head is not None or self._asked):
             return
         if self._head is not None:
-            known.note(position, hidden, row, count)
-            if (end := (position + count) // BLOCK_SIZE * BLOCK_SIZE) > position:
-                known.boundary = end, hidden[row : row + 1, end - 1 - position : end - position]
+            self._note(known, position, hidden, row, count)
             self._read(known, min(len(known.tokens) - known.held, known.pending))
         else:
             self._read(known, min(count, len(known.tokens) - 1 - known.held))
 
     def save(self, op: SavePrefixOp) -> None:
         """Keep a head's KV of a cached prefix of its prompt, which ends with a KV block, unless positions are missing."""
-        known = self._known[op.request_id]
-        end, state = known.boundary
-        if state is None or end != op.length or known.caches is None or known.skipped > 1 or not trimmable(known.caches):
+        held = self._part(op.request_id, op.length)
+        if held is not None and held.kv.length == op.length - 1:
+            self._prefixes[op.key] = kept = HeadPrefix(held.kv.copied(), mx.contiguous(held.ends))
+            dispatch(kept.arrays)
+
+    def store(self, op: StoreOp) -> None:
+        """Queue a head's KV for writing: of disk blocks of a cached prefix or a sequence, as far as it was read."""
+        if self._disk is None or (held := self._prefixes.get(op.key) or self._part(op.key)) is None:
             return
-        kept, state = Prefix.of(known.caches, end - 1).copied(), mx.contiguous(state)
-        dispatch(kept.arrays, state)
-        self._prefixes[op.key] = kept, state
+        whole = held.stored()
+        blocks = [one for one in op.disk_blocks if (one[0] + 1) * DISK_BLOCK_SIZE <= whole.length]
+        self._disk.store_head(StoreOp(op.key, blocks, op.awaited), whole)
 
     def evict(self, key: str) -> None:
         """Drop what is kept of a cached prefix, if anything."""
         self._prefixes.pop(key, None)
+        if self._disk is not None:
+            self._disk.take_head(key)
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
         """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
@@ -231,6 +248,31 @@ class Drafter:
         return self._guess(store, count) if ready else None
 
     # ---- inside
+
+    def _note(self, known: _Known, position: int, hidden: mx.array, row: int, count: int) -> None:
+        """Store states for a head, and of each KV block that ends there one more. Those of rejected drafts are replaced."""
+        assert self._head is not None
+        if hidden.shape[-1] > self._head.width:
+            hidden = hidden[..., -self._head.width :]
+        known.note(position, hidden, row, count)
+        blocks = position // BLOCK_SIZE
+        before = [] if known.ends is None or not blocks else [known.ends[:, :blocks]]
+        ends = hidden[row : row + 1, (blocks + 1) * BLOCK_SIZE - 1 - position : count : BLOCK_SIZE]
+        if ends.shape[1] and sum(one.shape[1] for one in before) == blocks:
+            known.ends = mx.contiguous(mx.concatenate([*before, ends], axis=1))
+            dispatch(known.ends)
+
+    def _part(self, request_id: str, most: int | None = None) -> HeadPrefix | None:
+        """Return the head's part of a sequence up to the end of a KV block, `most` tokens at most; None if positions are
+        missing."""
+        known = self._known.get(request_id)
+        if known is None or known.ends is None or known.skipped > 1:
+            return None
+        blocks = min(known.held, most or known.held) // BLOCK_SIZE
+        caches = known.caches or next((store.extract(request_id) for store in self._stores if request_id in store), None)
+        if not caches or not 0 < blocks <= known.ends.shape[1] or not trimmable(caches):
+            return None
+        return HeadPrefix(Prefix.of(caches, blocks * BLOCK_SIZE - 1), known.ends[:, :blocks])
 
     def _name(self, row: SpecDecodeRow) -> None:
         """Update the known tokens of a sequence up to the row's first token. Raises BatchDesync for a gap."""

@@ -38,7 +38,8 @@ class Eagle3Head:
     def __init__(self, model: Any, own: Sequence[mx.array], description: ModelDescription, stage: StageModel) -> None:
         """Store mlx-vlm's `model` and its `own` arrays. `description`: the head's; `stage`: the model's last one."""
         self._model, self._own = model, own
-        self._width = 3 * model.target_hidden_size
+        self.width = 3 * model.target_hidden_size
+        """Elements of the model's states at a position."""
         self.vocab_size = stage.vocab_size
         """Tokens of the model's vocabulary, which it reads."""
         self.nbytes = sum(array.nbytes for array in own)
@@ -56,7 +57,7 @@ class Eagle3Head:
 
     def states(self, hidden: mx.array) -> mx.array:
         """Return the captured states [B, L, 3 H] behind the last stage's hidden states."""
-        return hidden[..., -self._width :]
+        return hidden[..., -self.width :]
 
     def join(self, tokens: mx.array, states: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
         """Return its hidden states [B, L, W] for tokens [B, L] that follow captured states, or hidden states of its own."""

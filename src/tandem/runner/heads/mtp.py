@@ -81,6 +81,8 @@ class MTPHead(StageModel):
         self._target = target
         self._model = pipeline_model.model
         self._paths = _Paths.of(pipeline_model.path)
+        self.width = pipeline_model.width
+        """Elements of the model's states at a position."""
 
     def states(self, hidden: mx.array) -> mx.array:
         """Return the head's input for the model's hidden states [B, L, H]: those after its last norm."""
