@@ -21,7 +21,7 @@ from tandem.cli.main import main
 from tandem.cli.talk import talk as command
 from tandem.cli.talk.backends import RemoteModel
 from tandem.cli.talk.conversation import Conversation, Quit
-from tandem.cli.talk.line_editor import unquoted
+from tandem.cli.talk.line_editor import Interrupts, make_prompt, unquoted
 from tandem.cli.talk.talk import unechoed
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
@@ -113,8 +113,11 @@ def test_pictures_go_with_the_next_message_alone(talk, tmp_path):
     assert second["content"] == "and?"
 
 
-def test_several_lines_and_the_end(talk):
+def test_several_lines_and_the_end(talk, monkeypatch):
     assert unquoted('"""a\nb"""') == "a\nb"
+    monkeypatch.setattr(sys, "stdin", io.StringIO('/set seed 1\n"""a\nb"""\nc\n\nd\n/bye\n'))  # piped: the rest is one message
+    prompt = make_prompt(Interrupts())
+    assert [prompt(), prompt(), prompt()] == ["/set seed 1", "a\nb", "c\n\nd\n/bye"]
     with pytest.raises(Quit):
         talk.command("/bye")
     assert "/image FILE" in talk.command("/?")
@@ -252,10 +255,16 @@ def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_behind_the_model_is_answered_once(url, capsys):
-    for words in (["hello"], ["--max-tokens", "4", "hello"]):
-        assert main(["run", "tiny", "--url", url, "--max-tokens", "4", *words]) == 0
-        assert capsys.readouterr().out.strip()
+def test_a_prompt_behind_the_model_is_answered_once(url, capsys, monkeypatch):
+    asked, ask = [], Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", lambda talk, text: (asked.append(text), ask(talk, text)))
+    for words in (["hello"], ["--max-tokens", "4", "hello"], ["good", "day", "--seed", "1", "to", "you"]):
+        for piped in ("", "a: 1\n"):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+            assert main(["run", "tiny", "--url", url, "--max-tokens", "4", *words]) == 0
+            assert capsys.readouterr().out.strip()
+    first = ["hello", "a: 1\n\nhello"]
+    assert asked == [*first, *first, "good day to you", "a: 1\n\ngood day to you"]
     assert main(["chat", "tiny", "--url", url, ""]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
 
