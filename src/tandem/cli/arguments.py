@@ -244,8 +244,7 @@ def add_settings(parser: Parser, sections: Sequence[str]) -> None:
         "--config",
         metavar="FILE",
         help="TOML file with tables [model] [parallel] [scheduler] "
-        "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "
-        "over the file.",
+        "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, these over it.",
     )
     general.add_argument(
         "--profile",

@@ -147,12 +147,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
         prompt = make_prompt(interrupts)
         if terminal:
             stack.enter_context(interrupts.deferred())
-            console.print(
-                f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}",
-                style="dim",
-                highlight=False,
-                markup=False,
-            )
+            greeting = f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}"
+            console.print(greeting, style="dim", highlight=False, markup=False)
         while True:
             try:
                 said = prompt()
