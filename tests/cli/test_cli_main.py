@@ -254,6 +254,11 @@ def test_wrong_usage_is_one_line(refusal, tiny, words, said):
     assert said in refusal(*shlex.split(words.replace("TINY", tiny)))
 
 
+def test_input_that_is_not_utf_8_ends_in_no_traceback(refusal, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert "/nowhere: no such directory" in refusal("generate", "/nowhere")
+
+
 def test_a_model_that_is_not_there_is_told_without_secrets(tmp_path):
     done = tandem("serve", str(tmp_path), "--port", "0", "--log-level", "DEBUG", TANDEM_API_KEY="geheim",
                   TANDEM_RUNTIME_DIR=str(tmp_path / "run"))  # fmt: skip

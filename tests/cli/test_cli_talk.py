@@ -17,13 +17,15 @@ import pytest
 
 from cli.terminal import Terminal
 from served import served
-from tandem.cli.main import main
+from tandem.cli.main import build_parser, main
+from tandem.cli.options.sampling import asked_of
 from tandem.cli.talk import talk as command
-from tandem.cli.talk.backends import RemoteModel
+from tandem.cli.talk.backends import LocalModel, RemoteModel, Speed
 from tandem.cli.talk.conversation import Conversation, Quit
-from tandem.cli.talk.line_editor import unquoted
+from tandem.cli.talk.line_editor import Interrupts, make_prompt, unquoted
 from tandem.cli.talk.talk import unechoed
 from tandem.errors import UsageError
+from tandem.protocol.request import SamplingDefaults
 from tandem.supervision.record import Background, Record
 from tandem.system.http_client import ServerClient
 from tandem.testing import tiny_model
@@ -82,6 +84,28 @@ def test_sampling_parameters_are_set_and_checked(talk):
     assert "top_k 7" in talk.command("/set")
     talk.command("/set top_k default")
     assert talk.params == {"temperature": 0.5}
+    efforts = {"nothink": "none", "think": "medium", "think high": "high", "think default": None}
+    for words, effort in efforts.items():
+        talk.command(f"/set {words}")
+        assert talk.params.pop("reasoning_effort") == effort
+    assert asked_of(build_parser().parse_args(["run", "demo", "--think=false"])) == {"reasoning_effort": "none"}
+
+
+class Loaded:
+    """A loaded model that answers with its prompt."""
+
+    default_sampling, has_chat_template, tokenizer = SamplingDefaults(), True, property(lambda self: self)
+    stream = staticmethod(lambda prompt, params: [str(prompt)])
+    render_chat = staticmethod(lambda messages, variables: [sorted(variables.items())])
+    encode = staticmethod(lambda *_: [])
+
+
+def test_a_model_that_is_loaded_here_thinks_as_is_set():
+    model, said = LocalModel(Loaded(), "loaded", {"max_tokens": 4}), [{"role": "user", "content": "hi"}]
+    for effort, thinks in (("none", False), ("low", True)):
+        rendered = [[("enable_thinking", thinks), ("reasoning_effort", effort), ("thinking", thinks)]]
+        assert [piece.text for piece in model.answer(said, {"reasoning_effort": effort}, Speed())] == [str(rendered)]
+    assert [piece.text for piece in model.answer(said, {"reasoning_effort": None}, Speed())] == [str(said)]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +115,7 @@ def test_sampling_parameters_are_set_and_checked(talk):
         ("/set temprature 1", "there is no parameter temprature; did you mean temperature?"),
         ("/set temperature 9", "temperature 9: must be at least 0 and at most 2"),
         ("/set top_k x", "top_k x: is not a number"),
+        ("/set think loud", "think loud: must be one of default, true, false"),
         ("/save", "/save needs a file"),
         ("/load /nowhere/at/all", "/nowhere/at/all cannot be read"),
         ("/image /etc/hostname", "does not end like that of a picture"),
@@ -113,8 +138,11 @@ def test_pictures_go_with_the_next_message_alone(talk, tmp_path):
     assert second["content"] == "and?"
 
 
-def test_several_lines_and_the_end(talk):
+def test_several_lines_and_the_end(talk, monkeypatch):
     assert unquoted('"""a\nb"""') == "a\nb"
+    monkeypatch.setattr(sys, "stdin", io.StringIO('/set seed 1\n"""a\nb"""\nc\n\nd\n/bye\n'))  # piped: the rest is one message
+    prompt = make_prompt(Interrupts())
+    assert [prompt(), prompt(), prompt()] == ["/set seed 1", "a\nb", "c\n\nd\n/bye"]
     with pytest.raises(Quit):
         talk.command("/bye")
     assert "/image FILE" in talk.command("/?")
@@ -131,7 +159,7 @@ def url(tmp_path_factory):
 def test_a_picture_for_a_model_that_reads_text_alone_is_refused_in_a_line(url, tmp_path):
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     talk = Conversation(RemoteModel(ServerClient(url), None, {}), {}, lambda name: None)
-    with pytest.raises(UsageError, match=r"^tiny reads text alone and sees no pictures; .*--url URL"):
+    with pytest.raises(UsageError, match=r"^tiny sees no pictures; .*--url URL"):
         talk.command(f"/image {tmp_path / 'a.png'}")
     assert talk.images == []
     assert main(["chat", "--url", url, "--image", str(tmp_path / "a.png"), "what is it?"]) == 2
@@ -252,10 +280,16 @@ def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_behind_the_model_is_answered_once(url, capsys):
-    for words in (["hello"], ["--max-tokens", "4", "hello"]):
-        assert main(["run", "tiny", "--url", url, "--max-tokens", "4", *words]) == 0
-        assert capsys.readouterr().out.strip()
+def test_a_prompt_behind_the_model_is_answered_once(url, capsys, monkeypatch):
+    asked, ask = [], Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", lambda talk, text: (asked.append(text), ask(talk, text)))
+    for words in (["hello"], ["--think=false", "hello"], ["good", "day", "--seed", "1", "to", "you"]):
+        for piped in ("", "a: 1\n"):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+            assert main(["run", "tiny", "--url", url, "--max-tokens", "4", *words]) == 0
+            assert capsys.readouterr().out.strip()
+    first = ["hello", "a: 1\n\nhello"]
+    assert asked == [*first, *first, "good day to you", "a: 1\n\ngood day to you"]
     assert main(["chat", "tiny", "--url", url, ""]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
 

@@ -125,8 +125,8 @@ def test_other_names_are_the_same_commands():
     for short, action in (("pull", "get"), ("rm", "rm"), ("show", "show")):
         arguments = build_parser().parse_args([short, "demo"])
         assert (arguments.action, arguments.name) == (action, "demo")
-    for short in ("list", "ps"):
-        assert build_parser().parse_args([short]).action == short
+    for short, action in (("list", "list"), ("ls", "list"), ("ps", "ps")):
+        assert build_parser().parse_args([short]).action == action
     assert build_parser().parse_args(["run", "demo"]).run == build_parser().parse_args(["chat", "demo"]).run
 
 

@@ -133,7 +133,7 @@ class Shell:
         if serves:
             return self._serve(text)
         words = [sys.executable, "-"] if command.python else ["bash", "-o", "pipefail", "-c", text]
-        typed = text if command.python else "A question?\n/exit\n" if "tandem chat" in text else ""
+        typed = text if command.python else "A question?\n" if "tandem chat" in text else ""
         if not command.python and re.match(r"tandem (logs -f|top(?!.*--once))", text):
             return self._watch(words)
         done = subprocess.run(

@@ -81,8 +81,10 @@ class Parser(argparse.ArgumentParser):
         if self.translate is not None:
             args = self.translate(args)
         namespace, unknown = super().parse_known_args(args, namespace)
-        if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(namespace, "prompt", "") is None:
-            namespace.prompt = unknown.pop()  # argparse takes no optional argument that comes after options
+        behind = any(action.dest == "prompt" for action in self._get_positional_actions())
+        if unknown and not any(word.startswith("-") for word in unknown) and (behind or getattr(namespace, "prompt", "") is None):
+            # argparse takes no optional argument that comes after options, and of several words the first
+            namespace.prompt, unknown = " ".join([*filter(None, [namespace.prompt]), *unknown]), []
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             told = "".join(remedy(flag, self._option_string_actions) for flag in dict.fromkeys(flags) if self.seldom)
@@ -242,8 +244,7 @@ def add_settings(parser: Parser, sections: Sequence[str]) -> None:
         "--config",
         metavar="FILE",
         help="TOML file with tables [model] [parallel] [scheduler] "
-        "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "
-        "over the file.",
+        "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, these over it.",
     )
     general.add_argument(
         "--profile",

@@ -224,10 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams (`>&-`) on /dev/null; otherwise the next file or socket would get their descriptors."""
+    """Open closed standard streams (`>&-`) on /dev/null; otherwise the next file or socket would get their descriptors.
+
+    Input in any encoding can be read.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    getattr(sys.stdin, "reconfigure", dict)(errors="surrogateescape")  # whoever takes text refuses what is not UTF-8
 
 
 def _nobody_reads() -> bool:

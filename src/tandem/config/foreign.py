@@ -12,15 +12,16 @@ _FLAGS = """--tool-call-parser=--tool-parser --max-num-batched-tokens=--prefill-
 _NO_FLAG = """--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --async-scheduling --continuous-batching
 --enable-request-id-headers --enable-prompt-tokens-details --cont-batching --jinja --flash-attn -fa -ngl --n-gpu-layers --task
 --enforce-eager --swap-space --block-size --disable-log-stats --load-format --guided-decoding-backend --runner --max-logprobs
---tokenizer --mlock --threads"""
+--tokenizer --mlock --threads --verbose --keepalive --nowordwrap"""
 _HERE = dict(pair.split("=") for pair in _FLAGS.split())
 REMEDIES = {
     **{there: f"{there}: use {here} here" for there, here in _HERE.items()},
     **{there: f"{there}: not needed here, leave it out" for there in _NO_FLAG.split()},
     **dict.fromkeys(("convert", "quantize", "quantise"), "use `tandem model convert MODEL --quant 4bit`"),
-    **dict.fromkeys(("create", "cp", "push"), "there are no Modelfiles: `tandem serve` takes --chat-template and the like"),
+    **dict.fromkeys(("create", "push"), "there are no Modelfiles: `tandem serve` takes --chat-template and the like"),
+    "cp": "`tandem serve MODEL --served-name NAME` gives a model another name",
     "stop": "`tandem down` ends a server, `tandem model unload` a model",
-    "ls": "use `tandem list`",
+    "--format": "--format: is of requests to a server, `format` of /api/chat and `response_format` of /v1/chat/completions",
 }
 """Remedies by foreign word: what to use in its place."""
 

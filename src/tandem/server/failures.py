@@ -25,6 +25,12 @@ CANCELLED = "request_cancelled"
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 AUDIO_PATH = "/v1/audio/"
+ELSEWHERE = {
+    AUDIO_PATH: "Tandem serves text; mlx-audio (python -m mlx_audio.server) serves /v1/audio of speech models.",
+    "/api/create": "There are no Modelfiles; the options of `tandem serve` set a model's template, sampling and adapter.",
+    "/api/copy": "`tandem serve` gives a model another name by --served-name, or by --extra-models NAME=MODEL.",
+}
+"""What to use in place of a path that is not there, by the path's beginning."""
 """Prefix of paths without a route, whose 404 names a server that has them."""
 _ANTHROPIC = {
     401: "authentication_error",
@@ -130,10 +136,9 @@ def internal_error(error: BaseException, where: str) -> ServerError:
 
 def _from_http_exception(error: HTTPException, request: Request) -> RequestError:
     if error.status_code == 404:
-        told = f"Unknown request URL: {request.method} {request.url.path}"
-        if request.url.path.startswith(AUDIO_PATH):
-            told += ". Tandem serves text; mlx-audio (python -m mlx_audio.server) serves /v1/audio of speech models."
-        return NotFoundError(told, code="unknown_url")
+        path = request.url.path
+        instead = next((f". {text}" for start, text in ELSEWHERE.items() if path.startswith(start)), "")
+        return NotFoundError(f"Unknown request URL: {request.method} {path}{instead}", code="unknown_url")
     if error.status_code == 405:
         message = f"Method {request.method} is not allowed for {request.url.path}"
         return refused(405, message, code="method_not_allowed")

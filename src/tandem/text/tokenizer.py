@@ -144,10 +144,10 @@ class Tokenizer:
         text = b"".join(self.token_bytes(i) for i in ids if i not in special).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.scheme.strips_first_space else text
 
-    def render_chat(self, messages: Sequence[JsonMapping]) -> list[int]:
-        """Return the token ids of a conversation. Raise `RequestError` without a template, or if it rejects the
-        messages."""
-        return self._backend.encode(self.template.render(messages), False)
+    def render_chat(self, messages: Sequence[JsonMapping], variables: JsonMapping | None = None) -> list[int]:
+        """Return the token ids of a conversation; `variables` are extra ones for the template. Raise `RequestError`
+        without a template, or if it rejects the messages."""
+        return self._backend.encode(self.template.render(messages, variables=variables), False)
 
     @property
     def template(self) -> ChatTemplate:

@@ -125,6 +125,7 @@ def test_results_find_their_calls(family, engine):
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "'messages[0].role'"),
         ("/api/chat", {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages[1].tool_calls[0]"),
         ("/api/generate", {"prompt": "x", "template": "y"}, "'template'"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "fill-in-the-middle tokens"),
         ("/api/generate", {"prompt": "a " * 600}, "maximum context length"),
         ("/api/embed", {"input": []}, "'input'"),
         ("/api/embed", {}, "'input'"),
@@ -136,14 +137,15 @@ def test_bad_requests_are_named_in_ollamas_shape(shared, path, fields, words):
     assert response.json().keys() == {"error"} and words in response.json()["error"]
 
 
+INSTEAD = {"create": "no Modelfiles", "copy": "--served-name", "pull": "`tandem pull`"}
 MISSING = {"embed": {"input": "x"}, "embeddings": {"prompt": "x"}, "chat": {"messages": ASK}}
 
 
-@pytest.mark.parametrize("path", ["chat", "generate", "embed", "embeddings", "show", "pull", "delete", "create"])
+@pytest.mark.parametrize("path", ["chat", "generate", "embed", "embeddings", "show", "pull", "delete", "create", "copy", "push"])
 def test_what_is_not_here_is_404(shared, path):
     method = "DELETE" if path == "delete" else "POST"
     response = shared.http.request(method, f"/api/{path}", json={"model": "other", **MISSING.get(path, {})})
-    assert response.status_code == 404 and isinstance(response.json()["error"], str)
+    assert response.status_code == 404 and INSTEAD.get(path, "") in response.json()["error"]
 
 
 def test_models(shared):
@@ -164,8 +166,9 @@ def test_models(shared):
 def test_an_empty_request_loads_or_unloads(shared):
     assert ask(shared, messages=[]).json()["done_reason"] == "load"
     assert ask(shared, "/api/generate").json()["done_reason"] == "load"
-    refused = ask(shared, "/api/generate", keep_alive=0)
-    assert refused.status_code == 409 and "stays loaded" in refused.json()["error"]
+    for none in (0, 0.0, "0", "0s", "0m"):  # 0.0: of Ollama's Python client
+        refused = ask(shared, "/api/generate", keep_alive=none)
+        assert refused.status_code == 409 and "stays loaded" in refused.json()["error"]
 
 
 def test_embeddings(shared):

@@ -19,6 +19,8 @@ CHAT_DEFAULTS: Mapping[str, float] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Options that `--help` shows; `--help-all` shows all."""
 KINDS: dict[object, Callable[[str], float]] = {int: int, float: float, int | None: int}
+EFFORTS = {"default": None, "true": "medium", "false": "none", **{name: name for name in ("none", "low", "medium", "high")}}
+"""Values of `reasoning_effort`, by the value of --think."""
 LEFT_OUT = ("logprobs", "prompt_logprobs")
 """Fields without an option, since a terminal shows only text."""
 
@@ -37,6 +39,7 @@ def add_chat(parser: Parser) -> None:
     group.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="a picture to send with the first message. May be repeated."
     )
+    group.add_argument("--think", choices=EFFORTS, metavar="HOW", help="how a model reasons: true, false, low, medium, high.")
     _add_both(parser, group, CHAT_DEFAULTS)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one message: print the answer to it, and end.")
 
@@ -69,6 +72,8 @@ def _add_sampling(parser: Parser, defaults: Mapping[str, float]) -> None:
 def asked_of(arguments: argparse.Namespace) -> JsonObject:
     """Return the sampling parameters set by options, by name. Raises UsageError for a value out of range."""
     params = {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
+    if think := getattr(arguments, "think", None):
+        params["reasoning_effort"] = EFFORTS[think]
     for name, value in params.items():
         if name in RANGES and value not in RANGES[name]:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be {RANGES[name]}", param=name)

@@ -23,7 +23,7 @@ MODEL_ACTIONS = {
     "load": "Load a model of a running server that has several.",
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
-SHORT = {"pull": "get", "search": "search", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
+SHORT = {"pull": "get", "search": "search", "list": "list", "ls": "list", "show": "show", "rm": "rm", "ps": "ps"}
 """Ollama's command -> action of `tandem model`."""
 
 

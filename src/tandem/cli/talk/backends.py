@@ -65,9 +65,13 @@ class LocalModel:
     def answer(self, prompt: Prompt, params: JsonMapping, speed: Speed) -> Pieces:
         """Yield pieces of the answer and update `speed`. Raises UsageError and RequestError."""
         sampling = {**self._defaults, **params}
+        asked: Prompt | list[int] = prompt
+        if (effort := sampling.pop("reasoning_effort", None)) and not isinstance(prompt, str):
+            switches = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+            asked = self.llm.tokenizer.render_chat(prompt, {**switches, "reasoning_effort": effort})
         text = ""
         try:
-            for piece in self.llm.stream(prompt, SamplingParams(**sampling)):
+            for piece in self.llm.stream(asked, SamplingParams(**sampling)):
                 speed.began, speed.ended = speed.began or time.perf_counter(), time.perf_counter()
                 text += piece
                 yield Piece(piece)
@@ -112,15 +116,8 @@ class RemoteModel:
         """Yield pieces of the answer and update `speed`. Raises UsageError."""
         chat = not isinstance(prompt, str)
         path, name = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
-        body = {
-            **self._defaults,
-            **params,
-            name: prompt,
-            "model": self.name,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for event in self._server.events(path, body):
+        asked = {name: prompt, "model": self.name, "stream": True, "stream_options": {"include_usage": True}}
+        for event in self._server.events(path, {**self._defaults, **params, **asked}):
             speed.tokens = (event.get("usage") or {}).get("completion_tokens", speed.tokens)
             for choice in event.get("choices", ()):
                 speed.began, speed.ended = speed.began or time.perf_counter(), time.perf_counter()

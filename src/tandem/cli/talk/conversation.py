@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
-from tandem.cli.options.sampling import KINDS, LEFT_OUT
+from tandem.cli.options.sampling import EFFORTS, KINDS, LEFT_OUT
 from tandem.cli.talk.backends import Model, RemoteModel
 from tandem.config.options import nearest
 from tandem.errors import UsageError
@@ -26,7 +26,7 @@ COMMANDS = {
     "/save FILE": "write the conversation to a file",
     "/load FILE": "go on with one that was saved",
     "/model [NAME]": "show the model, or talk to another one",
-    "/set [NAME VALUE]": "show or set sampling parameters, such as temperature 0.2",
+    "/set [NAME VALUE]": "show or set sampling parameters, such as temperature 0.2, and think",
     "/image FILE": "send a picture with the next message",
     "/exit": "end (also /bye, Ctrl-D, or Ctrl-C twice)",
 }
@@ -70,10 +70,7 @@ class Conversation:
     def add_image(self, name: str) -> str:
         """Collect a picture's file for the next message, and return the text to show. Raises UsageError."""
         if not self.model.can_see:
-            raise UsageError(
-                f"{self.model.name} reads text alone and sees no pictures; talk to a server whose model "
-                "does (`tandem chat --url URL`)"
-            )
+            raise UsageError(f"{self.model.name} sees no pictures; talk to a server whose model does (`tandem chat --url URL`)")
         kind = mimetypes.guess_type(name)[0] or ""
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
@@ -121,15 +118,14 @@ class Conversation:
     def _load(self, name: str) -> str:
         try:
             messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
-            good = isinstance(messages, list) and all(
+            if not isinstance(messages, list) or not all(
                 message["role"] in ("system", "user", "assistant") and message["content"] is not None for message in messages
-            )
+            ):
+                raise ValueError(name)
         except OSError as error:
             raise UsageError(f"{name} cannot be read: {error.strerror}") from None
         except (ValueError, LookupError, TypeError):
-            good = False
-        if not good:
-            raise UsageError(f"{name} is no saved conversation")
+            raise UsageError(f"{name} is no saved conversation") from None
         begins = bool(messages) and messages[0]["role"] == "system"
         self.system, self.said = (messages[0]["content"], messages[1:]) if begins else (None, messages)
         return f"{len(self.said)} messages"
@@ -143,11 +139,17 @@ class Conversation:
 
     def _set(self, text: str) -> str:
         hints = get_type_hints(SamplingParams)
-        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in KINDS and name not in LEFT_OUT]
+        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in KINDS and name not in LEFT_OUT] + ["think"]
+        text = {"think": "think true", "nothink": "think false"}.get(text, text)
         if not text:
             shown = "\n".join(f"  {name} {value}" for name, value in self.params.items())
             return shown or f"nothing is set; there is {', '.join(names)}"
         name, _, value = text.replace("=", " ", 1).partition(" ")
+        if name == "think":
+            if value.strip() not in EFFORTS:
+                raise UsageError(f"think {value.strip()}: must be one of {', '.join(EFFORTS)}")
+            self.params["reasoning_effort"] = EFFORTS[value.strip()]
+            return f"think is {value.strip()}"
         if name not in names:
             meant = nearest(name, names) or f"; there is {', '.join(names)}"
             raise UsageError(f"there is no parameter {name}{meant}")

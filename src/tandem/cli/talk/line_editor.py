@@ -131,6 +131,8 @@ def _plain() -> str:
     text = input("> " if sys.stdin.isatty() else "")
     while text.lstrip().startswith(QUOTES) and text.count(QUOTES) < 2:
         text += "\n" + input()
+    if not sys.stdin.isatty() and not text.startswith(("/", QUOTES)):
+        text += "\n" + sys.stdin.read()  # what is piped is one message
     return unquoted(text)
 
 

@@ -126,7 +126,10 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Run a conversation (commands: cli/talk/conversation.py). Return the exit code."""
+    """Run a conversation (commands: cli/talk/conversation.py). Return the exit code.
+
+    With a prompt, answer it alone, behind what is piped.
+    """
     if arguments.prompt == "":
         raise UsageError("the prompt is empty; leave it out to talk", param="prompt")
     params, console = asked_of(arguments), screen()
@@ -138,17 +141,14 @@ def run_chat(arguments: argparse.Namespace) -> int:
         for name in arguments.image:
             talk.add_image(name)
         if arguments.prompt is not None:
-            _answer(talk, arguments.prompt, None, interrupts)
+            piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+            _answer(talk, f"{piped}\n\n{arguments.prompt}" if piped else arguments.prompt, None, interrupts)
             return 0
         prompt = make_prompt(interrupts)
         if terminal:
             stack.enter_context(interrupts.deferred())
-            console.print(
-                f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}",
-                style="dim",
-                highlight=False,
-                markup=False,
-            )
+            greeting = f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}"
+            console.print(greeting, style="dim", highlight=False, markup=False)
         while True:
             try:
                 said = prompt()

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.errors import NotFoundError
 from tandem.json_types import JsonObject
 from tandem.server.acquire import find_model
 from tandem.server.body import parse
@@ -79,7 +80,10 @@ async def show(http: Request) -> Response:
 @router.post("/api/pull", openapi_extra=documented(ModelRequest, streams=True, stream_type=NDJSON))
 async def pull(http: Request) -> Response:
     """Confirm that a model is here; others are not fetched, as the server is started with its models."""
-    _, stream = await _named(http)
+    try:
+        _, stream = await _named(http)
+    except NotFoundError as error:
+        raise NotFoundError(f"{error.message}. A server fetches none: run `tandem pull`, then serve it.") from None
     return Response(encode_json({"status": "success"}) + b"\n", media_type=NDJSON if stream else "application/json")
 
 
@@ -102,9 +106,7 @@ def _entry(api: Api, served: Served) -> JsonObject:
     ranks = served.client.status.ranks if served.client.status is not None else []
     size = sum(rank.weight_bytes for rank in ranks if rank.replica == ranks[0].replica)
     details = {"parent_model": "", "format": "safetensors", "family": FAMILY, "families": [FAMILY], "parameter_size": ""}
-    return {
-        **dict.fromkeys(("name", "model"), served.name),
-        **dict.fromkeys(("size", "size_vram"), size),
+    return {**dict.fromkeys(("name", "model"), served.name), **dict.fromkeys(("size", "size_vram"), size)} | {
         "details": {**details, "quantization_level": ""},
         "digest": hashlib.sha256(served.name.encode()).hexdigest(),
         "modified_at": datetime.fromtimestamp(int(api.started), UTC).isoformat(),

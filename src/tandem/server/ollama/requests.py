@@ -87,6 +87,7 @@ class OllamaGenerateRequest(OllamaRequest):
     """Body of POST /api/generate."""
 
     prompt: str = ""
+    suffix: str = ""
     system: str = ""
     raw: bool = False
     """Continue `prompt` as it stands, without the chat template."""
@@ -111,6 +112,8 @@ def translated_request(fields: OllamaRequest) -> ChatRequest | CompletionRequest
         schema = {"type": "json_schema", "json_schema": {"name": "format", "schema": fields.format}}
         data["response_format"] = {"type": "json_object"} if fields.format == "json" else schema
     data["stream"] = fields.stream
+    if isinstance(fields, OllamaGenerateRequest) and fields.suffix:
+        raise invalid("suffix", "'suffix' is not there; with 'raw', put the model's own fill-in-the-middle tokens into 'prompt'.")
     if isinstance(fields, OllamaGenerateRequest) and fields.raw:
         if fields.images:
             raise invalid("images", "'images' need the chat template, which 'raw' leaves out; send one of the two.")

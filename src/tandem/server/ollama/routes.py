@@ -53,7 +53,7 @@ async def generate(http: Request) -> Response:
 
 async def _answer(http: Request, fields: requests.OllamaRequest, *, empty: bool) -> Response:
     name, started = canonical(http, fields.model), time.monotonic()
-    unloads = empty and str(fields.keep_alive).rstrip("hms") == "0"
+    unloads = empty and str(fields.keep_alive).rstrip("hms") in ("0", "0.0")  # 0.0: what Ollama's Python client makes of 0
     ignored = requests.without_effect(fields, get_api(http).settings.server.unknown_fields)
     if ignored := ignored + ["keep_alive"] * (fields.keep_alive is not None and not unloads):
         note_ignored(http, *ignored)

@@ -129,6 +129,6 @@ async def unload(http: Request, model_id: str) -> Response:
     if served.adapter:
         raise refused(409, "This is a LoRA adapter: POST /v1/unload_lora_adapter unloads it.", param="model", code="model_kept")
     if api.model_pool is None:
-        raise refused(409, "This server has one model, which stays loaded.", param="model", code="model_kept")
+        raise refused(409, "This server has one model, which stays loaded until it ends.", param="model", code="model_kept")
     await unless_gone(http, api.model_pool.unload(served))
     return _answer(api, served)
