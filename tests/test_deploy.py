@@ -84,6 +84,7 @@ def test_kubernetes_probes_open_paths_and_waits_longer_than_the_drain() -> None:
     settings = settings_of(*container["args"])
     [pause] = [float(word) for word in container["lifecycle"]["preStop"]["exec"]["command"] if word.isdigit()]
     assert pause + settings.process.drain_timeout < pod["spec"]["terminationGracePeriodSeconds"]
+    assert (service["metadata"]["name"], pod["spec"]["enableServiceLinks"]) == ("tandem", False)  # or it sets TANDEM_PORT
     probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
     assert {probe["path"] for probe in probes.values()} <= OPEN_PATHS
     assert probes["liveness"]["path"] == "/health/live" and probes["readiness"]["path"] == "/health/ready"

@@ -146,6 +146,7 @@ def test_a_variable_that_is_like_no_other_is_not_guessed():
 
 def test_empty_variables_count_as_unset_unless_they_are_secrets():
     assert load(environment={"TANDEM_PORT": ""}).settings.server.port == 8000
+    assert "enableServiceLinks: false" in refused(environment={"TANDEM_PORT": "tcp://10.96.12.3:80"})
     assert "TANDEM_API_KEY" in refused(environment={"TANDEM_API_KEY": ""})
     assert "TANDEM_API_KEY_FILE" in refused(environment={"TANDEM_API_KEY_FILE": " "})
     assert "must not be empty" in refused(flags={"api_key": [""]})

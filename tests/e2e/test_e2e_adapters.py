@@ -69,6 +69,7 @@ def test_adapters_are_models_beside_their_base(server: Server, place: Path, expe
     assert listed == {"tiny": (None, "tiny"), "sql": ("tiny", str(place / "sql")), "chat": ("tiny", str(place / "chat"))}
     for verb, name, path, status, word in (
         ("load", "sql", place / "sql", 400, "already been loaded"),
+        ("load", "tiny", place / "sql", 400, "has the name of a model; choose another"),
         ("load", "no name", place / "sql", 400, "cannot be a model's name"),
         ("load", "more", place, 400, "adapter_config.json"),
         ("load", "more", place / "sql", 400, "--max-loras"),

@@ -118,7 +118,7 @@ def test_inherited_socket_and_drain(engine, run, wait_until):
     )
     assert text == engine.text()
     assert child.wait() == 0
-    assert "ended in good order" in child.log
+    assert "Received SIGTERM: draining 1 running requests" in child.log and "ended in good order" in child.log
     assert "Traceback" not in child.log
     wait_until(lambda: engine.detached == 1)
 

@@ -111,7 +111,8 @@ class Option:
             try:
                 return self.base(text)
             except ValueError:
-                raise ConfigError(f"{label}: {text!r} is not {_NAMES[self.base]}", param=self.name) from None
+                service = "; a Kubernetes Service named tandem sets it: enableServiceLinks: false in the pod" * ("://" in text)
+                raise ConfigError(f"{label}: {text!r} is not {_NAMES[self.base]}{service}", param=self.name) from None
         return self._choice(text, label)
 
     def _convert_one(self, value: object, label: str) -> object:

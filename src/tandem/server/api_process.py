@@ -70,8 +70,7 @@ class ApiServer(uvicorn.Server):
         if not self._api.draining:
             self._api.draining = True
             self._drain_until = time.monotonic() + self._drain_timeout
-            running = len(self._api.live)
-            logger.log(logging.INFO if running else logging.DEBUG, "signal %d: draining, %d requests are running", sig, running)
+            logger.info("Received %s: draining %d running requests", signal.Signals(sig).name, len(self._api.live))
         else:
             self.should_exit = self.force_exit = True
 

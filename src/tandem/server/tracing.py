@@ -78,7 +78,7 @@ class Traces:
             {"http.route": route} | {name: facts[fact] for fact, name in ATTRIBUTES.items() if fact in facts},
             start_time=now - int(seconds * 1e9),
         )
-        if "error" in facts:
+        if "error" in facts and facts["error"] != "client_disconnected" and not str(facts.get("status")).startswith("4"):
             span.set_status(self._trace.StatusCode.ERROR, str(facts["error"]))
         below = self._trace.set_span_in_context(span)
         for name, start, end in phases(running):
