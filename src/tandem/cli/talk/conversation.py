@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
@@ -39,6 +40,15 @@ MOST_SAVED = 256 * 2**20
 
 class Quit(Exception):
     """The user ends the conversation."""
+
+
+@contextmanager
+def _explained(name: str, verb: str) -> Iterator[None]:
+    """Convert the errors of a file's name (`~` of no user, a NUL) and of the file itself to UsageError."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{name} cannot be {verb}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @dataclass
@@ -77,10 +87,8 @@ class Conversation:
         kind = mimetypes.guess_type(name)[0] or ""
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
-        try:
+        with _explained(name, "read"):
             content = read_regular(Path(name).expanduser(), MOST_IMAGE)
-        except OSError as error:
-            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
         data = base64.b64encode(content).decode()
         self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
         return f"{name} goes with the next message"
@@ -115,22 +123,20 @@ class Conversation:
         return self.system or "there is no system message"
 
     def _save(self, name: str) -> str:
-        content = {"model": self.model.name, "messages": self.messages}
-        try:
-            Path(name).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{name} cannot be written: {error.strerror}") from None
+        content = json.dumps({"model": self.model.name, "messages": self.messages}, indent=1, ensure_ascii=False)
+        with _explained(name, "written"):
+            Path(name).expanduser().write_text(content, encoding="utf-8", errors="replace")
         return f"{len(self.said)} messages are in {name}"
 
     def _load(self, name: str) -> str:
+        with _explained(name, "read"):
+            text = read_text(Path(name).expanduser(), MOST_SAVED)
         try:
-            messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
+            messages = json.loads(text)["messages"]
             good = isinstance(messages, list) and all(
                 message["role"] in ("system", "user", "assistant") and message["content"] is not None for message in messages
             )
-        except OSError as error:
-            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             good = False
         if not good:
             raise UsageError(f"{name} is no saved conversation")
