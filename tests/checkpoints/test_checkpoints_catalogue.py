@@ -198,10 +198,14 @@ def test_the_hub_cache_is_where_the_hub_client_has_it(monkeypatch, tmp_path):
     assert hub_dir() == tmp_path / "huggingface" / "hub"
 
 
-def test_a_full_disk_says_what_to_do(monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+def test_a_cache_that_is_full_or_cannot_be_written_says_what_to_do(monkeypatch):
+    def fail(*_, **__):
+        raise error
 
-    monkeypatch.setattr("tandem.checkpoints.hub.snapshot_download", full)
+    monkeypatch.setattr("tandem.checkpoints.hub.snapshot_download", fail)
+    error = OSError(28, "No space left on device")
     with pytest.raises(ModelNotFound, match=f"the disk of {hub_dir()} is full.*run the command again"):
+        resolve("org/name")
+    error = OSError(30, "Read-only file system", "/cache/hub")
+    with pytest.raises(ModelNotFound, match=r"cache cannot be used \(Read-only file system: '/cache/hub'\); set HF_HUB_CACHE"):
         resolve("org/name")

@@ -119,6 +119,8 @@ def test_a_model_that_is_loaded_here_thinks_as_is_set():
         ("/save", "/save needs a file"),
         ("/load /nowhere/at/all", "/nowhere/at/all cannot be read"),
         ("/image /etc/hostname", "does not end like that of a picture"),
+        ("/save ~nobody-here/x", "~nobody-here/x cannot be written: No such file or directory"),
+        ("/load a\0b", "cannot be read: No such file or directory"),
         ("/model other", "no other"),
     ],
 )
@@ -425,7 +427,7 @@ def eventually(url, running):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("messages", ["{}", '""', "null", '["hello"]', '[{"role": "user"}]'])
+@pytest.mark.parametrize("messages", ["[" * 10**5 + "]" * 10**5, "{}", '""', "null", '["hello"]', '[{"role": "user"}]'])
 def test_a_file_without_a_list_of_messages_is_no_conversation(talk, tmp_path, messages):
     (tmp_path / "saved").write_text(f'{{"messages": {messages}}}')
     with pytest.raises(UsageError, match="is no saved conversation"):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 """Seconds for connections to close after the last request has ended."""
+_IDLE_S = 5.0
+"""Seconds for which a retiring api without a journal keeps idle connections: the request of a slow client may be on the way."""
 _TICKS = 10
 """Ticks of uvicorn's main loop in a second."""
 
@@ -83,13 +85,16 @@ class ApiServer(uvicorn.Server):
         now, journal = time.monotonic(), self._api.settings.server.journal
         if not self._retired:
             self._retired = True
-            self.config.encoded_headers.append((b"connection", b"close"))
+            # The second list is made of the first once a second.
+            for headers in (self.config.encoded_headers, self.server_state.default_headers):
+                headers.append((b"connection", b"close"))
             for acceptor in self._acceptors:
                 acceptor.stop()
         if self._drain_until is None or (self._api.live and journal is None):
             self._drain_until = now + self._drain_timeout
+        before = now - (_IDLE_S if journal is None else YOUNG_S)  # with a journal the successor waits for the end
         for acceptor in self._acceptors:
-            while acceptor.slots.make_room(before=now - YOUNG_S):
+            while acceptor.slots.make_room(before=before):
                 pass
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -330,3 +330,19 @@ def test_a_lost_connection_gives_its_place_back(serve, wait_until):
     server.http.close()
     [door] = server.server._acceptors
     wait_until(lambda: not door.slots.open.total() and not any(door.slots.idle.values()))
+
+
+def test_an_api_that_leaves_to_its_successor_serves_what_was_about_to_be_asked(serve, wait_until):
+    server = serve()
+    server.http.close()
+    [door] = server.server._acceptors
+    wait_until(lambda: not door.slots.open.total())
+    client = server.raw(b"")
+    wait_until(door.slots.open.total)
+    for idle in door.slots.idle.values():
+        idle.update({slot: since - 2 for slot, since in idle.items()})  # it is slow
+    server.server.retire(10, None)
+    wait_until(lambda: server.server._retired)
+    client.sendall(LOOK)
+    answered = everything(client)
+    assert answered.startswith(b"HTTP/1.1 200") and b"connection: close" in answered.lower()

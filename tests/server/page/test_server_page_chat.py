@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -209,11 +210,13 @@ def test_what_a_parser_cannot_follow_is_shown_as_it_stands(page: Window) -> None
           const one = new Markdown(place);
           const texts = [900, 3000, 20000].flatMap(n => ['>'.repeat(n) + 'x', '*'.repeat(n) + 'x' + '*'.repeat(n)]);
           const shown = texts.map(text => { one.draw(text, true); return place.textContent.includes('x') });
+          one.draw('word '.repeat(999) + '$x$ and \\\\(' + 'y'.repeat(5000) + '\\\\)', true);
+          const formulas = [...place.querySelectorAll('.math')].map(made => made.title);
           one.draw('See [it][r].\\n\\nMore.', false);
           one.draw('See [it][r].\\n\\nMore.\\n\\n[r]: https://example.org', true);
-          return [shown, place.querySelector('a')?.href];
+          return [shown, formulas, place.querySelector('a')?.href];
         })""")
-    assert kept == [[True] * 6, "https://example.org/"]
+    assert kept == [[True] * 6, ["$x$"], "https://example.org/"]
 
 
 def test_mathematics_is_drawn_and_what_cannot_be_read_stands(page: Window) -> None:
@@ -356,6 +359,14 @@ def test_conversations_and_settings_are_kept(page: Window, scripted: Any, tmp_pa
     (tmp_path / "odd.json").write_text('{"talks": [{"id": "x", "messages": [{"role": "user", "content": {}}]}, null]}')
     page.find("#import-file").send_keys(str(tmp_path / "odd.json"))
     page.until(lambda: "odd.json holds no conversations" in page.text("#import-told"), "a file of nonsense is refused")
+    odd = {"id": "x", "messages": [{"role": "assistant", "chosen": "length", "answers": [{"content": ""}]}]}
+    for talk in (odd, odd | {"messages": [{"role": "assistant", "chosen": 0, "answers": [{"content": "", "rate": "fast"}]}]}):
+        (tmp_path / "worse.json").write_text(json.dumps({"talks": [talk]}))
+        page.run("document.getElementById('import-told').textContent = ''")
+        page.find("#import-file").send_keys(str(tmp_path / "worse.json"))
+        page.until(lambda: "worse.json holds no conversations" in page.text("#import-told"), "nor what could not be drawn")
+    twice = json.loads(exported.read_text())
+    exported.write_text(json.dumps({"talks": twice["talks"] * 2}))
     page.find("#import-file").send_keys(str(exported))
     page.until(lambda: page.texts("#talk-list .open") == ["Another name", "Who are you?"], "imported")
     assert page.text("#import-told") == "2 conversations added."
@@ -380,7 +391,14 @@ def test_two_tabs_have_the_same_conversations(page: Window, scripted: Any) -> No
     second = page.driver.current_window_handle
     try:
         page.open(scripted.url)
+        scripted.engine.hold = True
         page.ask("In the second")
+        page.driver.switch_to.window(first)
+        page.until(lambda: "In the second" in page.texts(".user .text"), "the question is here")
+        page.ask("At the same time")
+        assert "Another tab answers this conversation" in page.text("#busy"), "of two answers one would be lost"
+        page.driver.switch_to.window(second)
+        scripted.engine.hold = False
         answered(page, 2)
         page.driver.switch_to.window(first)
         page.until(lambda: page.texts(".user .text") == ["In the first", "In the second"], "it is here too")
@@ -502,6 +520,11 @@ def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, script
         "scan.pdf has no text" in told and "locked.pdf is locked with a password: save" in told and "cut.pdf is damaged" in told
     )
     assert page.texts("#attached .file button") == ["", ""] and "notes.txt" in page.text("#attached")
+    page.run("""
+        const [gone, more] = ['gone.txt', 'more.txt'].map(name => new File(['x'], name));
+        gone.text = () => Promise.reject(new DOMException('', 'NotFoundError'));
+        return import('/ui/attachments.js').then(({ take }) => take([gone, more]))""")
+    assert "gone.txt cannot be read" in page.text("#attach-told") and "more.txt" in page.text("#attached")
     page.run("const t = document.getElementById('thinking'); t.value = 'off'; t.dispatchEvent(new Event('change'))")
     page.ask("What colour is it?")
     answered(page)

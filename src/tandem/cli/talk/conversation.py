@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,11 @@ class Quit(Exception):
     """The user ends the conversation."""
 
 
+def _path(name: str) -> Path:
+    """Return the path that a person typed. One with `~` of no user or a NUL is that of no file, as opening it then says."""
+    return Path(os.path.expanduser(name.replace("\0", "\\0")))
+
+
 @dataclass
 class Conversation:
     """Messages and settings of a conversation."""
@@ -75,7 +81,7 @@ class Conversation:
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
         with file_errors(f"{name} cannot be read"):
-            content = read_regular(Path(name).expanduser(), MOST_IMAGE)
+            content = read_regular(_path(name), MOST_IMAGE)
         data = base64.b64encode(content).decode()
         self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
         return f"{name} goes with the next message"
@@ -110,22 +116,23 @@ class Conversation:
         return self.system or "there is no system message"
 
     def _save(self, name: str) -> str:
-        content = {"model": self.model.name, "messages": self.messages}
+        content = json.dumps({"model": self.model.name, "messages": self.messages}, indent=1, ensure_ascii=False)
         with file_errors(f"{name} cannot be written"):
-            Path(name).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+            _path(name).write_text(content, encoding="utf-8", errors="replace")
         return f"{len(self.said)} messages are in {name}"
 
     def _load(self, name: str) -> str:
+        with file_errors(f"{name} cannot be read"):
+            text = read_text(_path(name), MOST_SAVED)
         try:
-            messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
-            if not isinstance(messages, list) or not all(
+            messages = json.loads(text)["messages"]
+            good = isinstance(messages, list) and all(
                 message["role"] in ("system", "user", "assistant") and message["content"] is not None for message in messages
-            ):
-                raise ValueError(name)
-        except OSError as error:
-            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
-        except (ValueError, LookupError, TypeError):
-            raise UsageError(f"{name} is no saved conversation") from None
+            )
+        except (ValueError, LookupError, TypeError, RecursionError):
+            good = False
+        if not good:
+            raise UsageError(f"{name} is no saved conversation")
         begins = bool(messages) and messages[0]["role"] == "system"
         self.system, self.said = (messages[0]["content"], messages[1:]) if begins else (None, messages)
         return f"{len(self.said)} messages"

@@ -6,7 +6,9 @@ import { calledTools } from "/ui/toolcalls.js";
 
 export const MOST = 4; // a browser has six connections to a server, and the page asks for more than answers
 const SAVE_MS = 2000;
+const LOCK = "answer "; // begins the names of locks: of two answers at once in a conversation only one would be kept
 const runs = new Map(); // by the conversation's id
+const elsewhere = new Set(); // ids of conversations that other tabs answer
 let hooks = null; // { drawn(run), began(run), ended(run, how), save(talk) }
 
 export function start(given) {
@@ -20,8 +22,19 @@ export const stopIn = (talk) => runs.get(talk.id)?.controller.abort();
 // Why no answer can begin in `talk`; empty when one can.
 export function refusal(talk) {
   if (runs.has(talk.id)) return "The answer is not finished: stop it, or wait for its end.";
+  if (elsewhere.has(talk.id)) {
+    look(talk.id);
+    return "Another tab answers this conversation: stop it there, or wait for its end.";
+  }
   if (runs.size < MOST) return "";
   return `${MOST} conversations are being answered: stop one of them, or wait for the end of one.`;
+}
+
+// Learn whether another tab answers a conversation. Browsers have locks for pages that come over HTTPS or from this machine.
+export async function look(id) {
+  const { held } = (await navigator.locks?.query()) ?? { held: [] };
+  const other = !runs.has(id) && held.some((one) => one.name === LOCK + id);
+  elsewhere[other ? "add" : "delete"](id);
 }
 
 // Messages as the API takes them, before `message`.
@@ -60,6 +73,8 @@ export async function run(talk, message, how, model) {
   const one = { talk, message, controller: new AbortController(), saved: Date.now(), frame: 0 };
   const messages = sent(talk, message);
   runs.set(talk.id, one);
+  const over = new Promise((done) => { one.over = done; });
+  navigator.locks?.request(LOCK + talk.id, () => over);
   hooks.began(one);
   hooks.save(talk);
   const changed = () => {
@@ -81,6 +96,7 @@ export async function run(talk, message, how, model) {
   }
   cancelAnimationFrame(one.frame);
   runs.delete(talk.id);
+  one.over();
   hooks.ended(one, how);
   hooks.save(talk);
 }

@@ -35,43 +35,41 @@ function given(event, data) {
 export async function take(given) {
   const wrong = [];
   for (const file of given) {
-    if (file.type.startsWith("image/")) {
-      files.push({ name: file.name, url: await dataUri(file) });
-      continue;
+    try {
+      files.push({ name: file.name, ...(await content(file)) });
+    } catch (error) {
+      wrong.push(`${file.name} ${error instanceof DOMException ? "cannot be read: is it a folder, or gone?" : error.message}`);
     }
-    if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") {
-      const refused = await readPdf(file);
-      if (refused) wrong.push(`${file.name} ${refused}`);
-      continue;
-    }
-    const refused = file.size > MOST_BYTES ? `is larger than ${MOST_BYTES / 1e6} MB` : null;
-    const text = refused ? "" : await file.text();
-    if (refused) wrong.push(`${file.name} ${refused}.`);
-    else if (text.includes("\0") || text.includes("\ufffd")) wrong.push(`${file.name} is no text in UTF-8.`);
-    else files.push({ name: file.name, text });
   }
   byId("attach-told").textContent = wrong.join(" ");
   draw();
 }
 
-// Add the text of a PDF; return why not, if it cannot be read.
+// What is sent of a file: its text, or the address of a picture. Throws an Error whose message goes on from the file's name.
+async function content(file) {
+  if (file.type.startsWith("image/")) return { url: await dataUri(file) };
+  if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") return { text: await readPdf(file) };
+  if (file.size > MOST_BYTES) throw new Error(`is larger than ${MOST_BYTES / 1e6} MB.`);
+  const text = await file.text();
+  if (text.includes("\0") || text.includes("\ufffd")) throw new Error("is no text in UTF-8.");
+  return { text };
+}
+
 async function readPdf(file) {
   reading++;
   draw();
   try {
-    files.push({ name: file.name, text: await textOf(file) });
-    return "";
-  } catch (error) {
-    return error.message;
+    return await textOf(file);
   } finally {
     reading--;
   }
 }
 
 function dataUri(file) {
-  return new Promise((resolve) => {
+  return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
     reader.readAsDataURL(file);
   });
 }

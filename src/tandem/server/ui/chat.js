@@ -29,7 +29,7 @@ let longest = 0; // tokens that the model takes
 export async function start() {
   answers.start({ began, drawn, ended, save: talks.save });
   const opened = await talks.start({ shown: () => talk, show: open, answering: (one) => Boolean(answers.runIn(one)),
-    stop: answers.stopIn });
+    stop: answers.stopIn, look: answers.look });
   await settings.start();
   attachments.start(buttons);
   show(opened ?? talk);
@@ -87,6 +87,7 @@ function show(next) {
   byId("messages").replaceChildren(...talk.messages.map(view));
   byId("talk-system").value = talk.system ?? "";
   store.keepSetting("open", talk.id);
+  answers.look(talk.id);
   drawEmpty();
   talks.list();
   toEnd();

@@ -4,7 +4,10 @@ import { copyButton, element } from "/ui/dom.js";
 import { drawMath } from "/ui/math.js";
 
 const escaped = (text) => text.replace(/[&<>"']/g, (one) => `&#${one.charCodeAt(0)};`);
-const MOST_COLOURED = 60_000;
+const MOST_COLOURED = 20_000;
+// Characters of a formula, and how far ahead the next is looked for: marks that nothing closes would freeze the page.
+const MOST_FORMULA = 2000;
+const NEAR = 1000;
 const parser = new marked.Marked({ gfm: true, breaks: true, renderer: {
   html: ({ text }) => escaped(text),
   image: ({ href, text }) => `<em>[image${text ? ": " + escaped(text) : ""}]</em> ${escaped(href)}`,
@@ -17,11 +20,14 @@ const parser = new marked.Marked({ gfm: true, breaks: true, renderer: {
 // Mathematics between $..$, $$..$$, \(..\) and \[..\] is taken out first: Markdown would take backslashes, stars and
 // underscores out of it. It goes through DOMPurify as code, and math.js draws it. A $ that is an amount of money has a blank
 // behind it or a digit after its end.
-const lines = String.raw`(?:(?!\n[ \t]*\n)[\s\S])+?`;
+const lines = String.raw`(?:(?!\n[ \t]*\n)[\s\S]){1,${MOST_FORMULA}}?`;
 const shown = String.raw`\$\$${lines}\$\$|\\\[${lines}\\\]`;
 const inline = String.raw`\\\(${lines}\\\)|\$(?![\s$])(?:\\.|[^$\`\\\n])*?(?:\\.|[^\s$\`\\])\$(?!\d)`;
 const math = (name, level, pattern, start, wrap) => ({ name, level,
-  start: (text) => { const at = text.search(start); return at < 0 ? undefined : at; },
+  start: (text) => {
+    const at = text.slice(0, NEAR).search(start);
+    return at >= 0 ? at : level === "inline" && text.length > NEAR ? NEAR : undefined; // cut text becomes one again
+  },
   tokenizer: (text) => { const found = pattern.exec(text); return found ? { type: name, raw: found[0], text: found[0].trim() } : undefined; },
   renderer: ({ text }) => wrap(`<code class="language-math">${escaped(text)}</code>`) });
 parser.use({ extensions: [

@@ -52,16 +52,20 @@ async function write(name, act) {
 }
 
 const text = (value) => typeof value === "string";
-const list = (value, good) => value === undefined || value === null || (Array.isArray(value) && value.every(good));
+const number = (value) => typeof value === "number";
+const maybe = (good, ...values) => values.every((value) => value === undefined || value === null || good(value));
+const list = (value, good) => maybe(Array.isArray, value) && (value ?? []).every(good);
+const index = (value, of) => Number.isInteger(value) && value in of;
 const question = (one) => text(one.content) && list(one.files, (file) => text(file?.name) && (text(file.text) || file.url?.startsWith?.("data:image/")));
-const reply = (one) => text(one?.content) && text(one.reasoning ?? "") && list(one.calls, (call) => text(call?.name)
-  && text(call.arguments) && text(call.result));
+const reply = (one) => text(one?.content) && list(one.calls, (call) => text(call?.name) && text(call.arguments)
+  && text(call.result)) && maybe(text, one.reasoning, one.finish, one.error, one.model, one.request)
+  && maybe(number, one.tokens, one.first, one.rate, one.used, one.thoughtFor, one.limit, one.seconds);
 const message = (one) => (one?.role === "user" ? question(one) && list(one.versions, (version) => question(version)
-  && Array.isArray(version.rest) && version.rest.every(message)) && (!one.versions || one.version in one.versions)
-  : Array.isArray(one?.answers) && one.answers.every(reply) && one.chosen in one.answers);
+  && Array.isArray(version.rest) && version.rest.every(message)) && (!one.versions || index(one.version, one.versions))
+  : Array.isArray(one?.answers) && one.answers.every(reply) && index(one.chosen, one.answers));
 
 // Whether a conversation can be shown, whatever wrote it.
-export const whole = (talk) => text(talk?.id) && text(talk.title ?? "") && text(talk.system ?? "")
+export const whole = (talk) => text(talk?.id) && maybe(text, talk.title, talk.system) && maybe(number, talk.changed)
   && Array.isArray(talk.messages) && talk.messages.every(message);
 
 // All conversations, the latest first, but for those that another version of the page left and this one cannot show.

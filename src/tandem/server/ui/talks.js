@@ -5,7 +5,7 @@ import * as store from "/ui/store.js";
 let all = [];
 let removed = []; // by the last deletion
 let renaming = null;
-let view = null; // { shown, show, answering, stop }: the view of one conversation
+let view = null; // { shown, show, answering, stop, look }: the view of one conversation
 const news = new Set(); // answered while another was read
 
 // `view` tells and changes which conversation is shown. The one that was open last, or null.
@@ -139,7 +139,7 @@ function offerUndo(gone, text) {
 }
 
 async function undo() {
-  const back = removed;
+  const back = removed.filter((one) => !all.some((other) => other.id === one.id)); // some may have been imported again
   offerUndo([], "");
   all = [...all, ...back].sort((a, b) => b.changed - a.changed);
   if (back.length === 1) view.show(back[0]);
@@ -149,6 +149,7 @@ async function undo() {
 
 // Another tab has kept or dropped this conversation, or dropped all.
 async function elsewhere(id) {
+  if (id !== null) await view.look(id);
   const found = id === null ? undefined : await store.talk(id);
   const shown = view.shown();
   const mine = all.find((one) => one.id === id);
@@ -173,13 +174,13 @@ async function read() {
   const [file] = byId("import-file").files;
   byId("import-file").value = "";
   if (!file) return;
-  let found;
+  let talks = [];
   try {
-    found = JSON.parse(await file.text());
+    const found = JSON.parse(await file.text()).talks.filter(store.whole);
+    talks = [...new Map(found.map((one) => [one.id, one])).values()];
   } catch {
-    found = null;
+    // No JSON, or another's, or nested deeper than anything that this page writes.
   }
-  const talks = Array.isArray(found?.talks) ? found.talks.filter(store.whole) : [];
   const fresh = talks.filter((one) => !all.some((other) => other.id === one.id));
   byId("import-told").textContent = !talks.length ? `${file.name} holds no conversations that this page has exported.`
     : `${fresh.length} conversation${fresh.length === 1 ? "" : "s"} added` + (talks.length > fresh.length
