@@ -53,13 +53,10 @@ class Processor:
 
         kind = str(read_json(Path(source) / "config.json").get("model_type"))
         name = PROCESSOR_MAPPING_NAMES[kind]
-        if name in _TORCHVISION:  # its module takes a function from torchvision's backend that Pillow's has too
-            own = _TORCHVISION[name]
+        if own := _TORCHVISION.get(name):  # its module takes a function from torchvision's backend that Pillow's has too
             package = f"transformers.models.{own}"
             sys.modules[f"{package}.image_processing_{own}"] = import_module(f"{package}.image_processing_pil_{own}")
-            base = getattr(import_module(f"{package}.processing_{own}"), name)
-        else:
-            base = getattr(transformers, name)
+        base = getattr(import_module(f"transformers.models.{own}.processing_{own}") if own else transformers, name)
         vars(sys.modules[base.__module__]).update(num2words=str)  # SmolVLM's asks for this package, and calls it for videos alone
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
