@@ -43,6 +43,7 @@ VISION: dict[str, JsonObject] = {
     "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
     "idefics3": {"vision_config": {**_TOWER, "model_type": "idefics3", "image_size": 16}},
     "internvl": {"vision_config": {**_TOWER, "model_type": "internvl_vision", "image_size": 16}},
+    "lfm2-vl": {"vision_config": {**_TOWER, "model_type": "lfm2_vl", "num_patches": 16}, "projector_hidden_size": 48},
     "smolvlm": {"vision_config": {**_TOWER, "model_type": "smolvlm_vision", "image_size": 16}},
     "qwen2_vl": {"vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 64}},
     "qwen2_5_vl": {"vision_config": {**_QWEN, "fullatt_block_indexes": [1], "window_size": 16}},
