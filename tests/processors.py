@@ -28,12 +28,21 @@ WORDS = {
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     "smolvlm": ["<fake_token_around_image>", "<image>", "<row_1_col_1>", "<row_1_col_2>", "<global-img>"],
+    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+    "lfm2-vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>"],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
     "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
-    "smolvlm": {"chat_template": GEMMA.replace("<start_of_image>", "<image>")},
+    **dict.fromkeys(("smolvlm", "lfm2-vl"), {"chat_template": GEMMA.replace("<start_of_image>", "<image>")}),
+    "internvl": {
+        "chat_template": GEMMA.replace("<start_of_image>", "<IMG_CONTEXT>"),
+        "extra_special_tokens": {
+            **{"start_image_token": "<img>", "end_image_token": "</img>"},
+            **{"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+        },
+    },
     "gemma3": {
         "chat_template": GEMMA,
         "extra_special_tokens": {
@@ -58,7 +67,17 @@ PROCESSOR = {
         "size": {"longest_edge": 32},
         "max_image_size": {"longest_edge": 16},
     },
+    "lfm2-vl": {
+        **{"image_processor_type": "Lfm2VlImageProcessor", "tile_size": 16, "encoder_patch_size": 4, "downsample_factor": 2},
+        **{"min_image_tokens": 1, "max_image_tokens": 4, "max_pixels_tolerance": 1.0},
+    },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 8, "width": 8},
+        "crop_to_patches": True,
+        "max_patches": 4,
+    },
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
 }
 

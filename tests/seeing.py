@@ -18,7 +18,6 @@ from processors import see
 from tandem.json_types import JsonObject
 from tandem.loading.text_tower import build_whole
 from tandem.models.families.tiny import tiny_config
-from tandem.models.pictures import ENCODERS
 from tandem.protocol.pictures import Picture
 from tandem.testing import write_tokenizer
 
@@ -43,6 +42,8 @@ VISION: dict[str, JsonObject] = {
     "pixtral": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
     "idefics3": {"vision_config": {**_TOWER, "model_type": "idefics3", "image_size": 16}},
+    "internvl": {"vision_config": {**_TOWER, "model_type": "internvl_vision", "image_size": 16}},
+    "lfm2-vl": {"vision_config": {**_TOWER, "model_type": "lfm2_vl", "num_patches": 16}, "projector_hidden_size": 48},
     "smolvlm": {"vision_config": {**_TOWER, "model_type": "smolvlm_vision", "image_size": 16}},
     "qwen2_vl": {"vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 64}},
     "qwen2_5_vl": {"vision_config": {**_QWEN, "fullatt_block_indexes": [1], "window_size": 16}},
@@ -51,8 +52,18 @@ VISION: dict[str, JsonObject] = {
     "qwen3_5": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
     "qwen3_5_moe": {"vision_config": {**_QWEN, "num_position_embeddings": 16}},
 }
-PLACES = {"gemma3": (4, 0), "gemma4": (4, 0), "idefics3": (4, 0), "smolvlm": (4, 0), "mistral3": (2, 2), "pixtral": (4, 4)}
-"""Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows."""
+PLACES = {
+    "gemma3": (4, 0),
+    "gemma4": (24, 0),
+    "idefics3": (4, 0),
+    "internvl": (4, 0),
+    "lfm2-vl": (4, 0),
+    "smolvlm": (4, 0),
+    "mistral3": (2, 2),
+    "pixtral": (4, 4),
+}
+"""Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows. Those of
+gemma4 are larger, beyond its window."""
 
 
 def seeing_model(directory: Path, family: str) -> Path:
@@ -69,6 +80,10 @@ def seeing_model(directory: Path, family: str) -> Path:
         "hidden_size": 64,
         "pad_token_id": 0,
     }
+    if family == "lfm2-vl":
+        config["text_config"]["tie_word_embeddings"] = True
+    if family == "gemma4":  # as its larger models are
+        config["text_config"]["use_bidirectional_attention"] = "vision"
     if family not in PLACES:
         config["vision_start_token_id"] = START
         rope: JsonObject = {"type": "default", "mrope_section": [2, 3, 3]}
@@ -82,7 +97,9 @@ def seeing_model(directory: Path, family: str) -> Path:
         }  # fmt: skip
     rng = np.random.default_rng(1)
     arrays = {}
-    for name, array in sorted(tree_flatten(build_whole({**config["text_config"], **config}, ENCODERS[family]).parameters())):
+    for name, array in sorted(
+        tree_flatten(build_whole({**config["text_config"], **config}, family.replace("-", "_")).parameters())
+    ):
         noise = rng.standard_normal(array.shape, dtype=np.float32)
         arrays[name] = mx.array(1 + 0.1 * noise if array.ndim == 1 and name.endswith("weight") else noise / 4)
     if family == "gemma3":  # features are divided by the root of the width
@@ -119,13 +136,21 @@ def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
         patches = [rng.standard_normal((grid.prod(), 96)) for rng, grid in random]
         return {"pixel_values": np.concatenate(patches).astype(np.float32), "image_grid_thw": grids}
     if family == "gemma4":
-        places = np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1).reshape(16, 2)
-        patches = [np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32) for seed in seeds]
+        places = np.stack(np.meshgrid(np.arange(8), np.arange(12)), axis=-1).reshape(96, 2)
+        patches = [np.random.default_rng(seed).standard_normal((96, 48)).astype(np.float32) for seed in seeds]
         return {"pixel_values": np.stack(patches), "image_position_ids": np.stack([places] * len(seeds))}
+    if family == "lfm2-vl":
+        patches = [np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32) for seed in seeds]
+        shapes = np.array([[4, 4]] * len(seeds), np.int32)
+        return {
+            "pixel_values": np.stack(patches),
+            "pixel_attention_mask": np.ones((len(seeds), 16), np.int32),
+            "spatial_shapes": shapes,
+        }
     pixels = [np.random.default_rng(seed).standard_normal((3, 16, 16)).astype(np.float32) for seed in seeds]
     if family in ("idefics3", "smolvlm"):
         return {"pixel_values": np.stack(pixels)[None], "pixel_attention_mask": np.ones((1, len(seeds), 16, 16), np.int64)}
-    sizes = {} if family == "gemma3" else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
+    sizes = {} if family in ("gemma3", "internvl") else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
     return {"pixel_values": np.stack(pixels), **sizes}
 
 
@@ -137,7 +162,7 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
         if isinstance(part, list):
             tokens += part
             continue
-        if family not in PLACES:
+        if family not in PLACES or family == "gemma4":
             tokens.append(START)
         row, rows = PLACES.get(family, (math.prod(GRIDS[part % len(GRIDS)]) // 4, 0))
         span = [IMAGE] * row if not rows else ([IMAGE] * row + [SEPARATOR]) * rows
@@ -151,7 +176,7 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
 def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> list[int]:
     """What mlx-vlm's own model answers, greedily."""
     config = json.loads((directory / "config.json").read_text())
-    model: Any = build_whole({**config["text_config"], **config}, ENCODERS[family])
+    model: Any = build_whole({**config["text_config"], **config}, family.replace("-", "_"))
     model.load_weights(str(directory / "model.safetensors"))
     tokens, _ = prompt_with(family, *parts)
     arrays = {name: mx.array(one) for name, one in inputs(family, *(one for one in parts if isinstance(one, int))).items()}
@@ -159,6 +184,8 @@ def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> 
     embeds = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones(ids.shape, mx.int32), **arrays)
     cache, found = make_prompt_cache(model.language_model), list[int]()
     taken = {"inputs_embeds": embeds.inputs_embeds, "position_ids": embeds.position_ids}
+    if family == "gemma4":
+        taken["mm_token_type_ids"] = (ids == IMAGE).astype(mx.int32)
     taken |= {name: getattr(embeds, name) for name in ("visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs")}
     logits = model.language_model(ids, cache=cache, **{key: one for key, one in taken.items() if one is not None}).logits
     while len(found) < count:

@@ -105,6 +105,11 @@ def test_no_weights_at_all(tmp_path):
     ("changes", "error", "words"),
     [
         ({"model_type": "lama"}, UnsupportedModel, r"'lama' is not supported \(nearest is llama\); docs/models-list"),
+        (
+            {"model_type": "internvl", "text_config": {"model_type": "qwen2"}},
+            UnsupportedModel,
+            "internvl is computed with a text model of type qwen3, not 'qwen2'",
+        ),
         ({"model_type": None}, UnsupportedModel, "model_type None"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "'hqq' is not supported"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, UnsupportedModel, "'bitsandbytes'"),

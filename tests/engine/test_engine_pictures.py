@@ -57,7 +57,7 @@ def answers(llm: LLM, *requests: EngineRequest, seen: Callable[[Event], object] 
 
 @pytest.mark.parametrize("family", VISION)
 def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> None:
-    """One and two pictures beside text, in chunks that end inside of them."""
+    """One and two pictures beside text, in chunks that end inside of them, or are as long as one that is computed whole."""
     path = seeing_model(tmp_path, family)
     prompts: dict[str, tuple[list[int] | int, ...]] = {
         "one": (BEFORE, 1, AFTER[:9]),
@@ -75,20 +75,22 @@ def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> N
     assert found == {**want, "t2": plain["text"]}
 
 
-def test_cached_prefixes_are_of_one_picture(tmp_path: Path) -> None:
-    """Placeholders are alike in all pictures: another picture in the same text hits what stands before it alone."""
-    path = seeing_model(tmp_path, "qwen3_vl")
-    start = [3 + i % 290 for i in range(40)]
-    asked = [request(name, "qwen3_vl", start, seed, AFTER) for name, seed in (("first", 1), ("other", 2), ("again", 1))]
+@pytest.mark.parametrize(("family", "before", "other", "again"), [("qwen3_vl", 40, 32, 64), ("gemma4", 105, 64, 64)])
+def test_cached_prefixes_are_of_one_picture(tmp_path: Path, family: str, before: int, other: int, again: int) -> None:
+    """Placeholders are alike in all pictures: another picture in the same text hits what stands before it alone. No prefix ends
+    inside a picture that is computed whole."""
+    path = seeing_model(tmp_path, family)
+    start = [3 + i % 290 for i in range(before)]
+    asked = [request(name, family, start, seed, AFTER) for name, seed in (("first", 1), ("other", 2), ("again", 1))]
     with LLM(str(path), prefix_cache=0.25, kv_tokens=2000) as llm:
         outputs = {one.request_id: list(submitted(llm, [one])) for one in asked}
         held = ask(llm, lambda engine: list(engine._pictures._held))
-    assert {name: found[0].cached_tokens for name, found in outputs.items()} == {"first": 0, "other": 32, "again": 64}
+    assert {name: found[0].cached_tokens for name, found in outputs.items()} == {"first": 0, "other": other, "again": again}
     for name, seed in (("other", 2), ("again", 1)):
         found = [token for output in outputs[name] for token in output.tokens]
-        assert found == alone(path, "qwen3_vl", PARAMS.max_tokens, start, seed, AFTER)
+        assert found == alone(path, family, PARAMS.max_tokens, start, seed, AFTER)
     assert held == [asked[1].pictures[0].key, asked[0].pictures[0].key]  # the one used last is evicted last
-    assert hashed(asked[0].prompt, asked[0].pictures)[:40] == start
+    assert hashed(asked[0].prompt, asked[0].pictures)[:before] == start
     twice, moved = ((replace(asked[0].pictures[0], start=at, length=5) for at in places) for places in ((40, 45), (40,)))
     assert hashed([7] * 60, twice) != hashed([7] * 60, moved)
 
@@ -192,7 +194,8 @@ def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", "gemma4", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+    "family",
+    ["gemma3", "gemma4", "internvl", "lfm2-vl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"],
 )
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])
 def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family: str) -> None:
@@ -200,7 +203,8 @@ def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family:
     stages, size = layout
     files = resolve(str(seeing_model(tmp_path, family)))
     description = describe(files)
-    tokens, pictures = prompt_with(family, BEFORE, 1, BETWEEN, 2, AFTER)
+    asked = request("a", family, BEFORE, 1, BETWEEN, 2, AFTER)
+    tokens, pictures = asked.prompt, asked.pictures
     insert = InsertOp("a", tokens, len(tokens), PARAMS, pictures=[one.span for one in pictures])
     shards = plan_shards(description, size)
 
@@ -213,7 +217,11 @@ def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family:
         assert errors == ["", ""]
         caches, found = [part.make_caches() for part in parts], list[int]()
         inputs = [PictureInputs(part, description, held if part.is_first else None) for part in parts]
-        ops = [PrefillOp("a", start, min(13, len(tokens) - start), False) for start in range(0, len(tokens), 13)]
+        sequence, ops = Sequence(asked, 1, whole_pictures=description.whole_pictures), list[PrefillOp]()
+        sequence.enter(0)
+        while not sequence.decoding:
+            ops.append(PrefillOp("a", sequence.computed, sequence.chunk(13), False))
+            sequence.advance(ops[-1].count)
         while len(found) < PARAMS.max_tokens:
             op = ops.pop(0) if ops else None
             h = mx.array([tokens[op.start : op.start + op.count] if op else found[-1:]], mx.int32)

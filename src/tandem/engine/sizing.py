@@ -82,6 +82,7 @@ def make_limits(
         eos_token_ids=frozenset(layout.description.eos_token_ids),
         vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation, layout, ranks),
+        whole_pictures=layout.description.whole_pictures,
         digests=chosen.self_check and len(ranks) > 1,
         pads_prompts=all(ready.gpu and not ready.metal for ready in ranks),  # CUDA plans attention and products for each shape
     )

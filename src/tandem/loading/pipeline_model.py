@@ -27,7 +27,7 @@ from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.seams import CapturedLayer, Placeholder
 from tandem.loading.shard_modules import at, put
-from tandem.loading.stage_caches import GroupedMask, NotedLayer, OtherStageCache, cache_kind
+from tandem.loading.stage_caches import MaskedCache, NotedLayer, OtherStageCache, cache_kind, grouped
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
 from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
@@ -120,7 +120,7 @@ class PipelineModel:
             for i, at in enumerate(self._places)
         ]
         if self._grouped_scores:
-            full = [GroupedMask(cache) for cache in full]
+            full = [MaskedCache(cache, grouped) for cache in full]
         tokens = x
         forwarded: list[Any] = [None] * len(self._stage_payload.forwarded)
         if self.own.start:

@@ -103,19 +103,23 @@ class _Unread:
         return keys, values
 
 
-class GroupedMask:
-    """Cache wrapper whose masks [rows, 1, L, positions] get an axis for the queries of a kv head."""
+class MaskedCache:
+    """Cache wrapper that changes its masks, made with `options`, by `change`."""
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+    def __init__(self, cache: Any, change: Callable[[Any], Any], **options: object) -> None:
+        self._cache, self._change, self._options = cache, change, options
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def make_mask(self, *args: object, **kwargs: object) -> object:
-        """Return the masks of the cache, with the axis where they have four."""
-        mask = self._cache.make_mask(*args, **kwargs)
-        return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
+    def make_mask(self, *args: object, **kwargs: object) -> Any:
+        """Return the changed mask."""
+        return self._change(self._cache.make_mask(*args, **{**kwargs, **self._options}))
+
+
+def grouped(mask: object) -> object:
+    """Return a mask [rows, 1, L, positions] with an axis for the queries of a kv head; one with fewer axes as it is."""
+    return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
 
 
 class OtherStageCache:

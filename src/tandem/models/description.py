@@ -167,6 +167,8 @@ class ModelDescription:
     """Rotary frequencies of each axis (time, row, column) of positions in pictures; empty if positions have one axis."""
     deepstack: int = 0
     """Number of first layers behind which features of pictures are added."""
+    whole_pictures: bool = False
+    """Whether positions of a picture attend to each other in both directions, so that it is computed in one chunk."""
     left_out: tuple[str, ...] = ()
     """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
     no_pictures: str = ""
@@ -208,7 +210,9 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
             f"{files.name}: model_type {name!r:.60} is not supported{_nearest(name)}; docs/models-list.md lists the "
             f"{len(FAMILIES)} types that are, and others of mlx-lm are tried when they are served"
         )
-    family = family_of(name)
+    family, text = family_of(name), nested_text(config).get("model_type")
+    if family.text and text != family.text:
+        raise UnsupportedModel(f"{files.name}: {name} is computed with a text model of type {family.text}, not {text!r:.60}")
     if not config.keys() & {"quantization", "quantization_config"} and (files.path / _MODELOPT).is_file():
         config = {**config, "quantization_config": {"quant_method": "modelopt"}}
     quantization = read_quantization(config, files.name)
@@ -257,6 +261,7 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
             vision_bytes=sum(loaded[one] for one in loaded if of_vision(one)) if not no_pictures and has_mlx_vlm() else 0,
             mrope_section=mrope_section(str(name), known),
             deepstack=deepstack(config),
+            whole_pictures=known.get("use_bidirectional_attention") == "vision",
             left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
             no_pictures=no_pictures,
             generates=not headless,

@@ -23,8 +23,8 @@ _MROPE = {
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
 _CHUNKED = ("qwen2_vl", "qwen2_5_vl")
 """Types whose frequencies stand axis after axis; those of others alternate."""
-ENCODERS = {name: name for name in ("gemma3", "gemma4", "idefics3", "mistral3", "pixtral", "smolvlm", *_MROPE)}
-"""Modules of mlx-vlm that have the encoder, by model type."""
+SEES = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2-vl", "mistral3", "pixtral", "smolvlm", *_MROPE)
+"""Model types whose encoder is in mlx-vlm's module of that name."""
 
 
 def why_no_pictures(config: JsonMapping) -> str:
@@ -32,12 +32,12 @@ def why_no_pictures(config: JsonMapping) -> str:
     model_type, text = str(config.get("model_type")), _entries(config, "text_config") or config
     if not config.get("vision_config"):
         return f"it takes text alone (model_type {model_type})"
-    if model_type not in ENCODERS:
-        return f"pictures are read by models of type {', '.join(ENCODERS)}, and this one's is {model_type!r}"
+    if model_type not in SEES:
+        return f"pictures are read by models of type {', '.join(SEES)}, and this one's is {model_type!r}"
     if model_type in _MROPE and not mrope_section(model_type, text):
         return "its rotary embedding is scaled (rope_scaling), which is not done for positions in pictures"
-    if model_type == "gemma4" and text.get("use_bidirectional_attention"):
-        return "this gemma4 reads its pictures in both directions (use_bidirectional_attention), which is not done yet"
+    if model_type == "gemma4" and text.get("use_bidirectional_attention") not in (None, False, "vision"):
+        return "all its text is read in both directions (use_bidirectional_attention), and here only pictures are"
     return ""
 
 

@@ -21,20 +21,21 @@ def require_source(model_type: str) -> None:
 
 def require_mlx_vlm(what: str) -> None:
     """Return if mlx-vlm is installed. Raise UnsupportedModel with the remedy for `what` otherwise."""
-    missing = [name for name in ("mlx-vlm", "pillow") if _version(name) is None]
-    version = _version("mlx-vlm") or ()
-    if missing or not MLX_VLM[0] <= version < MLX_VLM[1]:
-        found = f"{' and '.join(missing)} not installed" if missing else f"mlx-vlm {'.'.join(map(str, version))} is"
+    if found := _lacking():
         raise UnsupportedModel(f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)")
 
 
 def has_mlx_vlm() -> bool:
     """Return whether a supported mlx-vlm is installed."""
-    try:
-        require_mlx_vlm("")
-    except UnsupportedModel:
-        return False
-    return True
+    return not _lacking()
+
+
+def _lacking() -> str:
+    """Return which package is missing, or of another version; empty if none is."""
+    if missing := [name for name in ("mlx-vlm", "pillow") if _version(name) is None]:
+        return f"{' and '.join(missing)} not installed"
+    version = _version("mlx-vlm") or ()
+    return "" if MLX_VLM[0] <= version < MLX_VLM[1] else f"mlx-vlm {'.'.join(map(str, version))} is"
 
 
 def _version(package: str) -> tuple[int, ...] | None:

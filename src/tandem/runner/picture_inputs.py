@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import numpy as np
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.seams import Placeholder
 from tandem.loading.stage import Apart, StageModel
+from tandem.loading.stage_caches import MaskedCache
 from tandem.models.description import ModelDescription
 from tandem.models.pictures import rotary_axes
 from tandem.protocol.pictures import PictureSpan
@@ -38,6 +40,8 @@ class PictureInputs:
         """Features [B, L, layers * H] for the stage's first layer and later ones, while the pass runs."""
         self.extra = 0
         """Elements per position that the stage receives beside the payload in the next pass."""
+        self._alike: mx.array | None = None
+        """bool [B, 1, L, L]: positions of one picture, which attend to each other in both directions. None if none do."""
         if description.mrope_section:
             stage.replace_layers(self._replaced)
 
@@ -63,6 +67,9 @@ class PictureInputs:
         elif self._description.mrope_section and any(spans for _, spans in chunks):
             shifts = [sum(span.shift for span in spans if span.stop <= op.start) for op, spans in chunks]
             self.positions = mx.array(shifts, mx.int32)
+        if seen and self._description.whole_pictures and width > 1:
+            places = mx.array(np.stack([_numbers(spans, op.start, width) for op, spans in chunks])[:, None])
+            self._alike = (places[..., None] == places[:, :, None]) & (places > 0)[..., None]
         if seen and self.features is not None:
             self._found = self.features.of(ops, inserts, width)
         elif seen:
@@ -78,11 +85,13 @@ class PictureInputs:
             features, taken = self._found
             embedded, self.added = self._stage.embedded(features[..., :width], taken), features[..., width:]
             x = mx.where(taken, 0, x)  # gemma4's inputs by layer are those of padding there
+        if self._alike is not None and not isinstance(caches, Apart):
+            caches = [MaskedCache(cache, partial(_joined, self._alike), return_array=True) for cache in caches]
         with embedded:
             h = self._stage.forward(x, caches)
         if self.added is not None and (rest := self._description.deepstack - self._stage.layers.stop) > 0:
             h = mx.concatenate([h, self.added[..., -rest * width :].astype(h.dtype)], axis=-1)
-        self._found, self.positions, self.added, self.extra = None, None, None, 0
+        self._found, self.positions, self.added, self.extra, self._alike = None, None, None, 0, None
         return h
 
 
@@ -96,6 +105,17 @@ def _positions(spans: Sequence[PictureSpan], start: int, count: int) -> Any:
         grid = np.stack([0 * inside, inside // span.columns, inside % span.columns]) - inside
         found += np.where(inside < 0, 0, np.where(inside < span.length, grid, span.shift))
     return found
+
+
+def _joined(alike: mx.array, mask: mx.array) -> mx.array:
+    """Return a pass's mask [B, 1, L, keys] with `alike` [B, 1, L, L], as its last keys are those of the pass itself."""
+    return mask | mx.pad(alike, [(0, 0)] * 3 + [(mask.shape[-1] - alike.shape[-1], 0)])
+
+
+def _numbers(spans: Sequence[PictureSpan], start: int, count: int) -> Any:
+    """Return the number of the picture at each of `count` positions from `start` on, from 1; 0 where there is none."""
+    places = np.arange(start, start + count)
+    return sum((number * ((one.start <= places) & (places < one.stop)) for number, one in enumerate(spans, 1)), 0 * places)
 
 
 class _Rope(nn.Module):  # type: ignore[misc]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,8 @@ from tandem.errors import BatchDesync, BrokenModel, UsageError
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.stage_payload import dtype_name
 from tandem.loading.text_tower import build_whole
-from tandem.loading.weights import MLX_ERRORS, PartLoader, Weights, one_line, open_weights
+from tandem.loading.weights import MLX_ERRORS, PartLoader, one_line, open_weights
 from tandem.models.description import describe
-from tandem.models.pictures import ENCODERS
 from tandem.models.sources import require_mlx_vlm
 from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskDone
 from tandem.protocol.layout import StageSpec
@@ -36,27 +36,13 @@ log = logging.getLogger(__name__)
 _PIXELS = "pixel_values"
 
 
-class _Blank:
-    """Language model of an encoder: embeds every token as zeros, between which the features stand."""
-
-    def __init__(self, width: int, dtype: mx.Dtype) -> None:
-        self._width, self._dtype = width, dtype
-
-    @property
-    def model(self) -> _Blank:
-        """The module that has the embedding."""
-        return self
-
-    def embed_tokens(self, tokens: mx.array) -> mx.array:
-        """Return zeros [B, L, H]."""
-        return mx.zeros((*tokens.shape, self._width), self._dtype)
-
-    embed_scale, hidden_size_per_layer_input = 1, 0
-    """Entries that gemma4 reads: its embeddings are not scaled here, and its inputs by layer are not made."""
-
-    def get_rope_index(self, *_: object, **__: object) -> tuple[None, None]:
-        """Return no positions: they are data of the step (runner/picture_inputs.py)."""
-        return None, None
+def _blank(width: int, dtype: mx.Dtype) -> SimpleNamespace:
+    """Return the language model of an encoder: it embeds every token as zeros, between which the features stand. It makes no
+    positions, which are data of the step, and has what gemma4 reads: a scale of embeddings, and no inputs by layer."""
+    blank = SimpleNamespace(embed_scale=1, hidden_size_per_layer_input=0, get_rope_index=lambda *_, **__: (None, None))
+    blank.embed_tokens = lambda tokens: mx.zeros((*tokens.shape, width), dtype)
+    blank.model = blank
+    return blank
 
 
 class Encoder:
@@ -66,7 +52,7 @@ class Encoder:
         """Load the encoder's weights. Raise UnsupportedModel without mlx-vlm, BrokenModel for unusable weights."""
         require_mlx_vlm("pictures are encoded")
         description = describe(files)
-        name = ENCODERS[description.family]
+        name = description.family.replace("-", "_")
         # gemma3 scales features by the width of the text model, and qwen2_5_vl reads its entries beside others alone.
         config = read_config(files.path)
         self._model = build_whole({"hidden_size": description.hidden_size, **(config.get("text_config") or {}), **config}, name)
@@ -74,13 +60,16 @@ class Encoder:
         self._model.pop("language_model")
         for name in ("audio_tower", "embed_audio"):
             setattr(self._model, name, None)
-        weights = open_weights(files, _Sanitizing(self._model), description)
+        parts = [part for part in (self._model, *self._model.children().values()) if hasattr(part, "sanitize")]
+        # Its weights get the names of mlx-vlm's modules as by mlx-vlm's `load_model`.
+        named = SimpleNamespace(sanitize=lambda weights: reduce(lambda found, part: part.sanitize(found), parts, weights))
+        weights = open_weights(files, named, description)
         loader = PartLoader(
             quantization=description.quantization, dequantize=dequantize, dtype=dtype, keep=lambda _: False, loaded=lambda _: None
         )
         own = {name: array for name, array in weights.items() if name.partition(".")[0] in self._model}
         self._model = loader.load("", self._model, own)
-        self._model.language_model = _Blank(description.hidden_size, dtype)
+        self._model.language_model = _blank(description.hidden_size, dtype)
         self._dtype = dtype
         made = self._model.config
         self._placeholder = getattr(made, "image_token_index", None) or made.image_token_id
@@ -115,19 +104,6 @@ class Encoder:
         if not mx.any(taken).item():
             raise ValueError(f"its tokens have no placeholder ({self._placeholder})")
         return {"features": features, "taken": taken}
-
-
-class _Sanitizing:
-    """Names of an encoder's weights, made as mlx-vlm's `load_model` makes them."""
-
-    def __init__(self, model: Any) -> None:
-        self._parts = [model, *model.children().values()]
-
-    def sanitize(self, weights: Weights) -> Weights:
-        """Return the weights under the names of mlx-vlm's modules."""
-        for part in self._parts:
-            weights = part.sanitize(weights) if hasattr(part, "sanitize") else weights
-        return weights
 
 
 class EncoderProcess:
@@ -210,8 +186,7 @@ class PictureFeatures:
                 if first >= stop:
                     continue
                 if one.key not in self._held:
-                    why = f"{op.request_id} has picture {one.key[:12]}, which is not held here"
-                    raise BatchDesync(f"BATCH DESYNC DETECTED: {why}")
+                    raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} has picture {one.key[:12]}, not held here")
                 if isinstance(self._held[one.key], bytes):
                     self._held[one.key] = mx.load(io.BytesIO(self._held[one.key]), format="safetensors")
                     mx.eval(self._held[one.key])

@@ -52,6 +52,8 @@ class Limits:
     """Positions between the checkpoints of a long prompt; 0: only where it ends or forks."""
     speculation: SpeculationLimits | None = None
     """Limits of speculative decoding; None without it."""
+    whole_pictures: bool = False
+    """True if no chunk of a prompt may end inside a picture."""
     pads_prompts: bool = False
     """True if plans request prompt passes of few shapes (`StepPlan.pads`)."""
     digests: bool = False

@@ -115,8 +115,7 @@ class MicroBatch:
         chunks: list[PrefillOp] = []
         most = budget
         for sequence in waiting:
-            end = next((point for point in sequence.save_points if point > sequence.computed), sequence.target)
-            count = min(budget, end - sequence.computed)
+            count = sequence.chunk(budget)
             last = sequence.computed + count == sequence.target
             divided = bool(chunks and sequence.request.pooling) and not sequence.computed and count < sequence.target <= most
             if count <= 0 or divided or (last and sequence.awaits_grammar):

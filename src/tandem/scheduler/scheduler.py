@@ -70,7 +70,8 @@ class Scheduler:
     def submit(self, request: EngineRequest, seed: int, adapter: AdapterSpec | None = None) -> None:
         """Queue a request that uses `adapter`. Raises RequestError if it can never run, OverloadedError for a full queue."""
         check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
-        sequence = Sequence(request, seed, next(self._arrivals), adapter=adapter, proposer=self.speculation.proposer(request))
+        proposer, whole = self.speculation.proposer(request), self.limits.whole_pictures
+        sequence = Sequence(request, seed, next(self._arrivals), adapter=adapter, proposer=proposer, whole_pictures=whole)
         self.sequences[request.request_id] = sequence
         self.had_pictures |= sequence.awaits_pictures
         self.waiting.append(sequence)
@@ -278,7 +279,7 @@ class Scheduler:
             self.batches.limit_prefixes()
             self.fair_queue.charge(sequence.request.group, sequence.target - sequence.computed)
             keeps = self.prefixes.enabled and sequence.request.pooling is None  # embedding prompts are not repeated
-            sequence.save_points = self._save_points(sequence) if keeps else []
+            sequence.save_points = sequence.savable(self._save_points(sequence)) if keeps else []
         return inserts, restores
 
     def _save_points(self, sequence: Sequence) -> list[int]:
@@ -332,8 +333,7 @@ class Scheduler:
             sequence.awaits_grammar = False
 
     def update(self, result: StepResult, now: float | None = None, busy_s: float = 0.0) -> list[EngineMessage]:
-        """Process the result of one step, for which the slowest rank computed `busy_s` seconds; return the messages for
-        clients.
+        """Process a step's result, for which the slowest rank computed `busy_s` seconds; return the messages for clients.
 
         `now`: seconds of a monotonic clock, to measure step costs. None: not measured, so speculative decoding never starts.
         """

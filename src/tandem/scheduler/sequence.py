@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tandem.kv.index import FIRST_BLOCKS, block_hashes
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.control import Refused
-from tandem.protocol.kv_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 from tandem.protocol.logprobs import PromptLogprobs, joined
-from tandem.protocol.pictures import hashed
+from tandem.protocol.pictures import Picture, hashed
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResult
@@ -60,6 +60,8 @@ class Sequence:
     """True until ranks hold the features of its pictures; it cannot join a batch before."""
     encoding: bool = False
     """True while ranks encode one of its pictures."""
+    whole_pictures: bool = False
+    """True if no chunk of its prompt may end inside a picture."""
     awaits_grammar: bool = False
     """True while its grammar is compiled; the last prompt chunk waits for that."""
     disk_checked: bool = False
@@ -234,6 +236,25 @@ class Sequence:
             self.told = len(self.tokens)
             if self.proposer is not None:
                 self.proposer.guessed(len(self.tokens), result.drafts[self.request_id])
+
+    def _around(self, position: int) -> Picture | None:
+        """Return the picture that must not be divided at `position`."""
+        pictures = self.request.pictures if self.whole_pictures else ()
+        return next((one for one in pictures if one.start < position < one.start + one.length), None)
+
+    def chunk(self, most: int) -> int:
+        """Return the length of its next chunk, up to the next save point. It is at most `most`, but where a picture that is not
+        divided comes first."""
+        stop = min(self.computed + most, next((point for point in self.save_points if point > self.computed), self.target))
+        if most > 0 and (one := self._around(stop)) is not None:
+            stop = one.start if one.start > self.computed else one.start + one.length
+        return stop - self.computed
+
+    def savable(self, points: Iterable[int]) -> list[int]:
+        """Return save points; one inside a picture that must not be divided moves to the end of a disk block before it."""
+        around = [(point, self._around(point)) for point in points]
+        moved = {one.start // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE if one else point for point, one in around}
+        return sorted(point for point in moved if point > self.computed and self._around(point) is None)
 
     def advance(self, count: int) -> None:
         """Record that the next `count` prompt tokens are planned. They are hashed with it, if they are to be cached."""

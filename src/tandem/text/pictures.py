@@ -10,7 +10,10 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import distribution
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from tandem.checkpoints.config import read_json
@@ -27,6 +30,8 @@ LOW = (512, 512)
 _KINDS = "send PNG, JPEG, WebP, GIF or AVIF"
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 _TORCHVISION = {"PixtralProcessor": "pixtral", "Gemma4Processor": "gemma4"}
+_NUMPY = {"Lfm2VlProcessor": ("lfm2_vl", "Lfm2VlNumpyImageProcessor")}
+"""Module of mlx-vlm and its class for the pictures of processors whose own, of transformers, needs torchvision."""
 _OTHERS = frozenset({"feature_extractor", "video_processor"})
 """Processors of sound and videos, which are not loaded."""
 _OWN = frozenset({"image_processor", "tokenizer", "chat_template", "self"})
@@ -43,6 +48,21 @@ class Prepared(NamedTuple):
     inputs: bytes
 
 
+def _of_mlx_vlm(source: str, base: Any, package: str, name: str) -> Any:
+    """Return mlx-vlm's class `name` for pictures, with the settings of `source`, without mlx-vlm's packages, which import MLX.
+    What its module replaces in transformers' processor `base` is put back."""
+    functions, before = ModuleType("_mlx_vlm.base"), (base.__init__, base.__call__)
+    vars(functions).update(dict.fromkeys(("load_chat_template", "install_auto_processor_patch"), lambda *_: None))
+    sys.modules |= {"_mlx_vlm": ModuleType("_mlx_vlm"), "_mlx_vlm.base": functions, f"_mlx_vlm.{package}": ModuleType(package)}
+    file = distribution("mlx-vlm").locate_file(f"mlx_vlm/models/{package}/processing_{package}.py")
+    module = ModuleType(f"_mlx_vlm.{package}.processing")
+    module.__package__ = f"_mlx_vlm.{package}"
+    SourceFileLoader(module.__name__, str(file)).exec_module(module)
+    base.__init__, base.__call__ = before
+    made = getattr(module, name)
+    return made(**made.get_image_processor_dict(source, local_files_only=True)[0])
+
+
 class Processor:
     """A checkpoint's processor, of transformers, on Pillow and numpy alone."""
 
@@ -52,19 +72,19 @@ class Processor:
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         kind = str(read_json(Path(source) / "config.json").get("model_type"))
-        name = PROCESSOR_MAPPING_NAMES[kind]
-        if name in _TORCHVISION:  # its module takes a function from torchvision's backend that Pillow's has too
-            own = _TORCHVISION[name]
+        name = PROCESSOR_MAPPING_NAMES[kind.replace("-", "_")]
+        if own := _TORCHVISION.get(name):  # its module takes a function from torchvision's backend that Pillow's has too
             package = f"transformers.models.{own}"
             sys.modules[f"{package}.image_processing_{own}"] = import_module(f"{package}.image_processing_pil_{own}")
-            base = getattr(import_module(f"{package}.processing_{own}"), name)
-        else:
-            base = getattr(transformers, name)
+        base = getattr(import_module(f"transformers.models.{own}.processing_{own}") if own else transformers, name)
         vars(sys.modules[base.__module__]).update(num2words=str)  # SmolVLM's asks for this package, and calls it for videos alone
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         only = {"local_files_only": True, "trust_remote_code": False}
-        images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **only)
+        if name in _NUMPY:
+            images = _of_mlx_vlm(source, base, *_NUMPY[name])
+        else:
+            images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **only)
         file = Path(source) / "processor_config.json"
         stored = read_json(file) if file.exists() else {}
         taken = inspect.signature(base.__init__).parameters

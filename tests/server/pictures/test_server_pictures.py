@@ -337,7 +337,7 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
         refused(ask(live, good), "--vision off")
     for name, text, why in (
         ("unseen_vl", {}, "'unseen_vl'"),
-        ("gemma4", {"use_bidirectional_attention": "vision"}, "both directions"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "both directions"),
         ("qwen3_vl", {"rope_scaling": {"rope_type": "yarn"}}, "is scaled"),
     ):
         assert why in why_no_pictures({"model_type": name, "vision_config": {"depth": 1}, "text_config": text})
@@ -353,6 +353,8 @@ SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fa
     [
         ("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)),
         ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
+        ("internvl", "<IMG_CONTEXT>" * 9, "<img>", (3, 3, 8, 8)),
+        ("lfm2-vl", f"{TILE}<|img_row_1_col_2|>{TILE}<|img_thumbnail|><image><image>", "<|img_row_1_col_1|>", (3, 16, 48)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
         ("smolvlm", f"{TILE}{AROUND}<row_1_col_2>{TILE}\n\n{AROUND}<global-img>{TILE}", "<row_1_col_1>", (1, 3, 3, 16, 16)),
     ],

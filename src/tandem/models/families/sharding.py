@@ -24,7 +24,7 @@ _DENSE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "granite",
     "helium", "hunyuan_v1_dense", "internlm3", "mimo", "seed_oss", "smollm3", "telechat3", "gemma3", "llava", "minicpm",
     "ministral3", "mistral3", "nanbeige", "pixtral", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "k2_horizon", "idefics3",
-    "smolvlm",
+    "smolvlm", "internvl",
 )  # fmt: skip
 _LATENT = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "kimi_k25",

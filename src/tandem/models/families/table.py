@@ -21,6 +21,8 @@ class Family:
     """Package whose module computes the type. mlx-lm where both have it, unless the row says why not."""
     module: str = ""
     """Module of the package's `models`, if its name differs from the type."""
+    text: str = ""
+    """The `model_type` of the one text model that the module computes; empty: any that it knows."""
     layers: str = "model.layers"
     """Path of the list of decoder layers. Adapters use it to name modules; so do checkpoints without an output
     projection."""
@@ -174,6 +176,7 @@ FAMILIES: dict[str, Family] = {
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
     **dict.fromkeys(("k2_horizon", "kolibri1"), Family(source="mlx_vlm", layers=_NESTED, tied="config-false")),
+    "internvl": Family(source="mlx_vlm", text="qwen3", layers=_NESTED, tied="config-false"),
     **dict.fromkeys(("idefics3", "smolvlm"), Family(source="mlx_vlm", layers="language_model.layers", tied="never")),
     "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
     "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),

@@ -348,6 +348,7 @@ TINY: dict[str, JsonObject] = {
     },
     "lfm2-vl": {"text_config": _LFM2 | {"model_type": "lfm2"}},
     **dict.fromkeys(("idefics3", "smolvlm"), {"text_config": {"model_type": "llama"}, "vision_config": _SIGLIP}),
+    "internvl": {"text_config": _HEAD | {"model_type": "qwen3"}, "vision_config": _SIGLIP},
     "k2_horizon": _HEAD | {"rope_parameters": {"rope_theta": 9000.0, "rope_type": "default"}},
     "kolibri1": _HEAD | _MOE | _KINDS | {"shared_expert_intermediate_size": 64},
     "cohere2_moe": _HEAD | _MOE | _KINDS | {
