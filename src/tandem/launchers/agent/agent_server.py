@@ -147,8 +147,9 @@ def _log_events(descriptor: int) -> None:
     with os.fdopen(descriptor, "rb") as lines:
         for line in lines:
             ended = msgspec.json.decode(line, type=messages.PartEnded)
-            text = "the part of the model here (process %d) %s; the machine that serves starts it anew"
-            log.warning(text, ended.pid, ended.how)
+            log.warning(
+                "the part of the model here (process %d) %s; the machine that serves starts it anew", ended.pid, ended.how
+            )
 
 
 class _SessionSocket(HubSocket[messages.SessionReply, messages.SessionRequest]):
