@@ -87,15 +87,15 @@ def run_launcher(arguments: argparse.Namespace) -> int:
 
 def checked(settings: Settings) -> Settings:
     """Return the settings, with names for all of several models. Raises UsageError without a model, or for an unknown name."""
-    if several(settings):
-        return with_names(settings)
-    if not settings.model.model:
-        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
     if settings.model.model == "demo" and not demo_path().exists():
         from tandem.cli.model import fetched  # imports the screen's library
 
         fetched("demo", None, None)
-    elif "/" not in settings.model.model:
+    if several(settings):
+        return with_names(settings)
+    if not settings.model.model:
+        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+    if "/" not in settings.model.model:
         expect(settings.model.model)
     return settings
 
