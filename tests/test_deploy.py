@@ -97,6 +97,14 @@ def test_kubernetes_probes_open_paths_and_waits_longer_than_the_drain() -> None:
     assert str(pod["spec"]["securityContext"]["runAsUser"]) == dict(instructions())["USER"]
 
 
+def test_alerts_ask_for_metrics_that_are_there() -> None:
+    [group] = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
+    documented = set(re.findall(r"^\| `(tandem_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.M))
+    named = {word.removesuffix("_bucket") for rule in group["rules"] for word in re.findall(r"tandem_\w+", rule["expr"])}
+    assert len(named) >= 8 and named <= documented
+    assert all(rule.keys() - {"for"} == {"alert", "expr", "annotations"} for rule in group["rules"])
+
+
 SERVICE = Service("server", ("tandem", "serve"), Path("/"), Path("/log"), {})
 
 

@@ -13,7 +13,7 @@ from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import UsageError
 from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.supervision import engine_pool
-from tandem.supervision.engine_pool import EnginePool, with_names
+from tandem.supervision.engine_pool import EnginePool, several, with_names
 from tandem.supervision.model_memory import Machines, footprint, granted
 from tandem.testing import tiny_model
 
@@ -67,6 +67,13 @@ def test_a_model_that_the_configuration_wants_ends_it(model: Path, monkeypatch: 
     server = EnginePool(with_names(load(names).settings))
     server.start()
     assert server.look() == 2
+
+
+def test_an_only_model_that_is_unloaded_while_idle_has_all_the_memory(model: Path) -> None:
+    settings = load({"model": [str(model)], "unload_after": ["60"]}).settings
+    pool = EnginePool(with_names(settings))
+    [only] = pool.models()
+    assert several(settings) and (only.unload_after, only.needs) == (60.0, pool.budget) and pool.budget
 
 
 def test_hosts_and_launchers_that_the_plan_does_not_know_are_named(model: Path, tmp_path: Path) -> None:

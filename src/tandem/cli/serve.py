@@ -87,15 +87,15 @@ def run_launcher(arguments: argparse.Namespace) -> int:
 
 def checked(settings: Settings) -> Settings:
     """Return the settings, with names for all of several models. Raises UsageError without a model, or for an unknown name."""
-    if several(settings):
-        return with_names(settings)
-    if not settings.model.model:
-        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
     if settings.model.model == "demo" and not demo_path().exists():
         from tandem.cli.model import fetched  # imports the screen's library
 
         fetched("demo", None, None)
-    elif "/" not in settings.model.model:
+    if several(settings):
+        return with_names(settings)
+    if not settings.model.model:
+        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+    if "/" not in settings.model.model:
         expect(settings.model.model)
     return settings
 
@@ -283,18 +283,15 @@ class Supervisor:
 
     def _announce(self, engines: list[EngineStatus]) -> None:
         self._engines.announced = True
-        models = ", ".join(sorted({engine.model for engine in engines}))
-        self._history.note("server_ready", f"the server is ready: {models}")
+        self._history.note("server_ready", f"the server is ready: {', '.join(sorted({engine.model for engine in engines}))}")
         host, port = self._settings.server.host, self._settings.server.port
         scheme = "http" if self._settings.server.tls_cert is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         parts, hosts = len(engines[0].ranks), [printable(rank.host) for engine in engines for rank in engine.ranks]
         where = ", ".join(hosts if len(hosts) < 5 else dict.fromkeys(hosts))  # machines may have the same name
-        if isinstance(self._engines, EnginePool):
-            replicas = f", the first of {len(self._engines.models())} models"
-        else:
-            replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
+        models = len(self._engines.models()) if isinstance(self._engines, EnginePool) else 1
+        replicas = f", the first of {models} models" if models > 1 else f", {len(engines)} replicas" * (len(engines) > 1)
         say(f"Tandem is ready: {address} (model {engines[0].model}{f', in {parts} parts' * (parts > 1)} on {where}{replicas})")
         stop = "Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up started it"
         say(farewell(address, self._settings.server, stop=stop))

@@ -8,11 +8,16 @@ _FLAGS = """--tool-call-parser=--tool-parser --max-num-batched-tokens=--prefill-
 --kv-cache-dtype=--kv-dtype --cache-type-k=--kv-dtype --quantization=--quant --ctx-size=--max-context -c=--max-context
 --context-length=--max-context --max-running-requests=--max-batch-size --download-dir=HF_HOME
 --disable-log-requests=--no-log-requests --disable-uvicorn-access-log=--no-log-requests --seed=--override-generation-config
---distributed-executor-backend=--launcher --allowed-origins=--cors-origin --no-enable-prefix-caching=--prefix-cache"""
-_NO_FLAG = """--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --async-scheduling --continuous-batching
---enable-request-id-headers --enable-prompt-tokens-details --cont-batching --jinja --flash-attn -fa -ngl --n-gpu-layers --task
---enforce-eager --swap-space --block-size --disable-log-stats --load-format --guided-decoding-backend --runner --max-logprobs
---tokenizer --mlock --threads --verbose --keepalive --nowordwrap"""
+--distributed-executor-backend=--launcher --allowed-origins=--cors-origin --no-enable-prefix-caching=--prefix-cache
+--uvicorn-log-level=--log-level --shutdown-timeout=--drain-timeout --nnodes=--hostfile --num-gpu-blocks-override=--kv-tokens
+--kv-cache-memory-bytes=--max-memory --enable-expert-parallel=--expert-parallel --kv-transfer-config=--kv-disk
+--enable-sleep-mode=--unload-after --scheduling-policy=--api-key-file --limit-mm-per-prompt=--vision"""
+_NO_FLAG = """--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --async-scheduling
+--continuous-batching --enable-request-id-headers --enable-prompt-tokens-details --cont-batching --jinja --flash-attn -fa -ngl
+--n-gpu-layers --task --enforce-eager --swap-space --block-size --disable-log-stats --load-format --guided-decoding-backend
+--runner --max-logprobs --tokenizer --mlock --threads --disable-access-log-for-endpoints --structured-outputs-config
+--api-server-count --max-log-len --collect-detailed-traces --compilation-config --disable-custom-all-reduce -O3
+ --verbose --keepalive --nowordwrap"""
 _HERE = dict(pair.split("=") for pair in _FLAGS.split())
 REMEDIES = {
     **{there: f"{there}: use {here} here" for there, here in _HERE.items()},

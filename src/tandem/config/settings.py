@@ -418,7 +418,8 @@ class ModelsSettings:
     pinned_models: tuple[str, ...] = ()
     """Names of models that are loaded at the start and never unloaded."""
     unload_after: Positive | None = None
-    """Seconds without a request after which a model is unloaded; by default only to make room for another."""
+    """Seconds without a request after which a model, also an only one, is unloaded; the next request loads it. By default
+    only to make room for another."""
     max_loaded: Count | None = None
     """Most models in memory at once; by default as many as fit. With 1, each has all the memory for itself."""
 

@@ -57,8 +57,8 @@ class ManualLauncher(HostsLauncher):
     def describe_missing(self, missing: list[int]) -> str:
         """Return an error message with the number of missing node agents, and the remedy."""
         return (
-            f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
-            f"THIS-MACHINE:{self.membership.port} --token-file FILE` on their machines"
+            f"{len(missing)} rank(s) have not joined in time (start_timeout; after a loss rejoin_timeout); run "
+            f"`tandem rank --join THIS-MACHINE:{self.membership.port} --token-file FILE` on their machines"
         )
 
 

@@ -332,7 +332,7 @@ class SshLauncher(HostsLauncher):
     def describe_missing(self, missing: list[int]) -> str:
         """Return an error message with the hosts that did not join."""
         names = ", ".join(self._entries[slot].ssh for slot in missing)
-        return f"{names} did not join in time (start_timeout); what ssh has said stands above"
+        return f"{names} did not join in time (start_timeout; after a loss rejoin_timeout); what ssh has said stands above"
 
     def addresses(self, slot: int) -> list[str]:
         """Return `ips` of the hostfile, or else the default."""

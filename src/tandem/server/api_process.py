@@ -70,9 +70,10 @@ class ApiServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start draining; on a second signal, exit at once."""
         if not self._api.draining:
+            level = logging.INFO if self._api.live or self._api.ready() else logging.DEBUG  # DEBUG: a start that failed said why
             self._api.draining = True
             self._drain_until = time.monotonic() + self._drain_timeout
-            logger.info("Received %s: draining %d running requests", signal.Signals(sig).name, len(self._api.live))
+            logger.log(level, "Received %s: draining %d running requests", signal.Signals(sig).name, len(self._api.live))
         else:
             self.should_exit = self.force_exit = True
 

@@ -47,8 +47,8 @@ class _Model:
 
 
 def several(settings: Settings) -> bool:
-    """Return True when the settings name more than one model."""
-    return bool(settings.models.extra_models or settings.named)
+    """Return True for settings of the several models of a pool, or of one that is unloaded while idle."""
+    return bool(settings.models.extra_models or settings.named or settings.models.unload_after)
 
 
 def with_names(settings: Settings) -> Settings:
@@ -57,7 +57,8 @@ def with_names(settings: Settings) -> Settings:
     if settings.model.model:
         name = settings.model.served_name or name_of(settings.model.model)
         further = (NamedModel(name=name, values={}, source="MODEL"), *further)
-    models = dataclasses.replace(settings.models, extra_models=())
+    most = 1 if len(further) == 1 else settings.models.max_loaded
+    models = dataclasses.replace(settings.models, extra_models=(), max_loaded=most)
     model = dataclasses.replace(settings.model, served_name=None)
     settings = dataclasses.replace(settings, model=model, models=models, named=further)
     names = [one.name for one in named_models(settings)]

@@ -35,7 +35,7 @@ def make_certificate(folder, name, *, password=None):
             "-key",
             key,
             "-days",
-            "2",
+            "30",
             "-subj",
             f"/CN={name}",
             "-addext",
@@ -133,6 +133,21 @@ def test_one_line_says_what_is_wrong_with_a_certificate(pair, tmp_path):
         with pytest.raises(ConfigError, match=words) as refused:
             Certificate(*arguments)
         assert "\n" not in refused.value.message
+
+
+def test_a_certificate_that_ends_soon_is_warned_of_once_a_day(pair, monkeypatch, caplog):
+    certificate = Certificate(*pair)
+    monkeypatch.setattr(tls, "WARN_DAYS", 60)
+    for _ in range(3):
+        certificate.look()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{pair[0]} ends at 20" in warning and "clients refuse the server" in warning
+    now = tls.time.time()
+    monkeypatch.setattr(tls.time, "time", lambda: now + tls.DAY_S + 1)
+    certificate.look()
+    monkeypatch.setattr(tls, "WARN_DAYS", 14)
+    Certificate(*pair).look()
+    assert caplog.text.count("ends at") == 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import time
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # the standard library's only reader of certificates
 
 from tandem.errors import ConfigError
 from tandem.system.files import BY_HAND, read_regular
@@ -13,6 +15,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Seconds between checks of the files."""
+
+DAY_S = 86400.0
+WARN_DAYS = 14
+"""Days before its end from which a certificate is warned of, once a day."""
 
 
 class Certificate:
@@ -25,20 +31,26 @@ class Certificate:
         """
         self._cert, self._key = cert, key
         self._seen = self._state()
+        self._ends = self._warned = 0.0
         self.context = self._load()
 
     def look(self) -> None:
-        """Reload the files if they changed; on failure keep the certificate in use."""
+        """Reload the files if they changed; on failure keep the certificate in use. Warn of one that ends soon."""
         state = self._state()
-        if state == self._seen:
-            return
-        self._seen = state
-        try:
-            self.context = self._load()
-        except ConfigError as error:
-            logger.error("%s; new connections get the certificate as it was, until the files change again", error.message)
-        else:
-            logger.info("the TLS certificate in %s was read again", self._cert)
+        if state != self._seen:
+            self._seen = state
+            try:
+                self.context = self._load()
+                self._warned = 0.0
+                logger.info("the TLS certificate in %s was read again", self._cert)
+            except ConfigError as error:
+                logger.error("%s; new connections get the certificate as it was, until the files change again", error.message)
+        if self._ends < (now := time.time()) + WARN_DAYS * DAY_S and now > self._warned + DAY_S:
+            self._warned = now
+            ends = time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime(self._ends))
+            logger.warning(
+                "the TLS certificate in %s ends at %s; clients refuse the server from then on: renew it", self._cert, ends
+            )
 
     def _state(self) -> tuple[tuple[int, ...], ...]:
         return tuple(_stamp(path) for path in (self._cert, self._key) if path is not None)
@@ -51,6 +63,7 @@ class Certificate:
             for path_read in filter(None, (self._cert, self._key)):
                 read_regular(path_read, BY_HAND)  # OpenSSL's error does not name the unreadable file
             context.load_cert_chain(self._cert, self._key, password=_no_password)
+            self._ends = ssl.cert_time_to_seconds(str(_test_decode_cert(self._cert)["notAfter"]))
         except ssl.SSLError as error:
             reason = "there is no certificate, or no private key, in PEM format"
             if error.reason == "KEY_VALUES_MISMATCH":
