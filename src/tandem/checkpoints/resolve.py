@@ -44,7 +44,9 @@ def resolve(model: str, *, revision: str | None = None, progress: Progress | Non
         return _directory(path)
     if is_file:
         if path.suffix.lower() != ".gguf":
-            raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it")
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":  # which Ollama's blobs, without a suffix, are
+                    raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it")
         from tandem.checkpoints.gguf.convert import convert_cached  # imports numpy, which few processes need
 
         return ModelFiles(convert_cached(path, progress), name_of(model))
