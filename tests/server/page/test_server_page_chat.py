@@ -502,6 +502,7 @@ def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, script
         "scan.pdf has no text" in told and "locked.pdf is locked with a password: save" in told and "cut.pdf is damaged" in told
     )
     assert page.texts("#attached .file button") == ["", ""] and "notes.txt" in page.text("#attached")
+    page.until(lambda: page.shown("#thinking"), "the model thinks")
     page.run("const t = document.getElementById('thinking'); t.value = 'off'; t.dispatchEvent(new Event('change'))")
     page.ask("What colour is it?")
     answered(page)
