@@ -22,6 +22,7 @@ from types import FrameType
 
 from tandem.checkpoints.resolve import expect
 from tandem.checkpoints.stored import demo_path
+from tandem.cli.address import local_url
 from tandem.cli.arguments import say
 from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.options import vllm_mlx
@@ -90,7 +91,7 @@ def checked(settings: Settings) -> Settings:
     if several(settings):
         return with_names(settings)
     if not settings.model.model:
-        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+        raise UsageError("no model is given: `tandem serve MODEL [options]` takes a directory, a GGUF file, a hub id or demo")
     if settings.model.model == "demo" and not demo_path().exists():
         from tandem.cli.model import fetched  # imports the screen's library
 
@@ -287,8 +288,8 @@ class Supervisor:
         self._history.note("server_ready", f"the server is ready: {models}")
         host, port = self._settings.server.host, self._settings.server.port
         scheme = "http" if self._settings.server.tls_cert is None else "https"
-        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
+        log.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, f"[{host}]" if ":" in host else host, port)
+        address = local_url(scheme, host, port)
         parts, hosts = len(engines[0].ranks), [printable(rank.host) for engine in engines for rank in engine.ranks]
         where = ", ".join(hosts if len(hosts) < 5 else dict.fromkeys(hosts))  # machines may have the same name
         if isinstance(self._engines, EnginePool):

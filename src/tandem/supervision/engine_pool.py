@@ -55,10 +55,10 @@ def with_names(settings: Settings) -> Settings:
     """Return settings that list every model in `named`, the main one first. Raises UsageError."""
     further = named_models(settings)
     if settings.model.model:
-        name = settings.model.served_name or name_of(settings.model.model)
+        name = next(iter(settings.model.served_name), None) or name_of(settings.model.model)
         further = (NamedModel(name=name, values={}, source="MODEL"), *further)
     models = dataclasses.replace(settings.models, extra_models=())
-    model = dataclasses.replace(settings.model, served_name=None)
+    model = dataclasses.replace(settings.model, served_name=settings.model.served_name[1:])
     settings = dataclasses.replace(settings, model=model, models=models, named=further)
     names = [one.name for one in named_models(settings)]
     for wrong in set(models.pinned_models) - set(names):
