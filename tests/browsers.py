@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.remote.webelement import WebElement
@@ -68,9 +69,9 @@ class Window:
         self.run("document.querySelector(arguments[0]).click()", selector)
 
     def press(self, selector: str, *keys: str) -> None:
-        """Press keys where the focus is put."""
+        """Press keys where the focus is put; it stays there when what has it is drawn anew."""
         self.run("document.querySelector(arguments[0]).focus()", selector)
-        self.driver.switch_to.active_element.send_keys(*keys)
+        ActionChains(self.driver).send_keys(*keys).perform()
 
     def ask(self, text: str) -> None:
         """Write it into the box, and send it."""
@@ -91,6 +92,17 @@ class Window:
         """Keep a screenshot for the docs, if somebody asked for them."""
         if directory := os.environ.get("TANDEM_SCREENSHOTS"):
             assert self.driver.save_screenshot(str(Path(directory) / f"{name}.png"))
+
+    def pictures(self, name: str, view: str, height: int = 960) -> None:
+        """Keep screenshots of a view in both themes and on a phone, where nothing may be wider than the screen."""
+        self.driver.set_window_size(1280, height)
+        self.run("document.getElementById(arguments[0]).scrollTop = 0; document.activeElement.blur()", view)
+        for theme in ("light", "dark"):
+            self.run("document.documentElement.dataset.theme = arguments[0]", theme)
+            self.picture(f"{name}-{theme}")
+        with self.phone():
+            assert self.run("return document.getElementById(arguments[0]).scrollWidth - innerWidth", view) <= 1
+            self.picture(name.replace("page", "page-phone", 1) + "-dark")
 
     def complaints(self) -> list[str]:
         """What the browser called severe since this was asked last, but for requests that were refused."""

@@ -16,19 +16,22 @@ class FakeHub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
+    def __init__(self, directory: Path, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), HubHandler)
         self.directory = directory
         self.repo = "org/tiny"
         self.sent: Counter[str] = Counter()
         self.goes_on = threading.Event()
-        """Unless set, of a weight file its first half alone is sent."""
+        """Unless set, of a file that ends on `stalled` its first half alone is sent."""
         self.goes_on.set()
+        self.stalled = ".safetensors"
+        self.stalls = threading.Event()
+        """Set once such a half was sent; other weight files come after it."""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return "http://{}:{}".format(*self.server_address)
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -76,8 +79,12 @@ class HubHandler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            if self.path.endswith(".safetensors"):
+            if self.path.endswith(self.server.stalled):
                 self.wfile.write(data[: len(data) // 2])
+                self.wfile.flush()
+                self.server.stalls.set()
                 self.server.goes_on.wait(120)
                 data = data[len(data) // 2 :]
+            elif self.path.endswith(".safetensors"):
+                self.server.stalls.wait(120)
             self.wfile.write(data)

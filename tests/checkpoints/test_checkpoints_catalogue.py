@@ -101,7 +101,7 @@ def test_the_hosts_file_says_how_much_memory_there_is(tmp_path, monkeypatch, cap
 
 def test_a_request_may_name_the_model_as_people_do():
     served = SimpleNamespace(
-        settings=SimpleNamespace(model=SimpleNamespace(served_name=None)),
+        settings=SimpleNamespace(model=SimpleNamespace(served_name=())),
         names=lambda: iter(["mlx-community/Llama-3.2-3B-Instruct-4bit"]),
         client=SimpleNamespace(adapters={}),
     )

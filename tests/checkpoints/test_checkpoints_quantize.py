@@ -37,7 +37,7 @@ def test_a_model_is_converted_once_and_served_with_fewer_bits(cache, tmp_path, m
     assert main(["model", "convert", str(path), "--quant", "mxfp4"]) == 0
     assert capsys.readouterr().out.strip() == made
     served = _named(load({"model": [str(path)]}).settings, "mxfp4").model
-    assert (served.model, served.served_name) == (made, "tiny-mxfp4"), "--quant of serve takes it too"
+    assert (served.model, served.served_name) == (made, ("tiny-mxfp4",)), "--quant of serve takes it too"
     monkeypatch.setattr("tandem.planner.hosts.this_device", lambda _: SimpleNamespace(memory_bytes=1 << 40))
     assert _named(load({"model": ["phi4"]}).settings, "4bit").model.model == "mlx-community/phi-4-4bit"
     asked = []

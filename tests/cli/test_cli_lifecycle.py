@@ -26,7 +26,7 @@ from msgspec import structs
 import tandem as tandem_package
 from served import Call, api_of, wait_until
 from statuses import STATUS
-from tandem.cli.address import api_key, server_url
+from tandem.cli.address import api_key, local_url, server_url
 from tandem.cli.main import build_parser, main
 from tandem.cli.serve import _completed
 from tandem.cli.startup import farewell
@@ -243,6 +243,8 @@ def test_what_to_do_with_a_server_that_has_keys():
         (ServerSettings(api_key_file="keys"), True),
     ):
         assert ('-H "Authorization: Bearer $TANDEM_API_KEY"' in farewell("http://x", server, stop="")) == key
+    everywhere = farewell(local_url("https", "0.0.0.0", 8000), ServerSettings(host="0.0.0.0", port=8000), stop="")
+    assert f"https://127.0.0.1:8000/ui (on other machines https://{socket.gethostname()}:8000/ui)\n" in everywhere
 
 
 @pytest.mark.slow

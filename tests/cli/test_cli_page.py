@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -11,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.checkpoints.stored import hub_dir
+from tandem.checkpoints.stored import DEMO, demo_path, hub_dir, in_use_by_us
 from tandem.cli.hosts import page
 
 
@@ -90,3 +94,24 @@ def test_a_model_that_is_fetched_by_many_at_once_is_fetched_once(there, monkeypa
     part.parent.mkdir(parents=True)
     part.touch()
     assert there.act("cancel", model="org/*")["status"] == 200 and part.exists(), "parts of another model stay"
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    left, used = (demo_path().with_name(f".{DEMO}-{one}") for one in "ab")
+    left.mkdir(parents=True)
+    used.mkdir()
+    descriptor = in_use_by_us(used)
+    there.act("fetch", model="demo")
+    assert there.act("cancel", model="demo")["status"] == 200
+    os.close(descriptor)
+    assert not left.exists() and used.exists(), "what another process makes stays"
+
+
+def test_a_download_ends_with_the_page():
+    script = """if True:
+        import atexit
+        from tandem.cli.hosts import page
+        atexit.register(lambda: print(fetch.process.wait()))  # last
+        fetch = page._Fetch("org/none")
+    """
+    nowhere = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=nowhere)
+    assert done.stdout == f"{-signal.SIGKILL}\n", done

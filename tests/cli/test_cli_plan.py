@@ -292,7 +292,7 @@ def test_a_model_that_is_known_by_name_is_planned_for_offline(capsys, monkeypatc
     ("model", "quant", "words"),
     [
         ("gpt-oss-20b", "5it", "--quant 5it: is not one of native, bf16, 2bit"),
-        ("demo", "4bit", "demo is planned for as its files are; leave --quant out"),
+        ("demo:latest", "4bit", "demo is planned for as its files are; leave --quant out"),
     ],
 )
 def test_quant_that_cannot_be_is_refused(model, quant, words, capsys):

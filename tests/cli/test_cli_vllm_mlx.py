@@ -40,8 +40,8 @@ def settings(*words: str) -> Settings:
             "M --tool-parser hermes --max-batch-size 4 --requests-per-minute 7",
         ),
         (
-            "--model M --completion-batch-size 3 --prefill-step-size 64 --max-kv-size 512 --served-model-name x",
-            "M --max-batch-size 3 --prefill-chunk 64 --kv-tokens 512 --served-name x",
+            "--model M --completion-batch-size 3 --prefill-step-size 64 --max-kv-size 512 --served-model-name x y",
+            "M --max-batch-size 3 --prefill-chunk 64 --kv-tokens 512 --served-name x,y",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def record(command: list[str], call: str, form: str) -> list[dict[str, Any]]:
         engine = ScriptedEngine(Path(directory), call, form)
         engine.start()
         settings = Settings(
-            model=ModelSettings(model=directory, served_name="demo"), process=ProcessSettings(engine_socket=engine.endpoint)
+            model=ModelSettings(model=directory, served_name=("demo",)), process=ProcessSettings(engine_socket=engine.endpoint)
         )
         app = create_app(settings, Replicas(Router(), {0: engine.endpoint}, heartbeat_s=0.1))
         app.add_middleware(Recording, requests=requests)

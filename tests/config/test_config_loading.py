@@ -45,8 +45,8 @@ def test_precedence(toml):
     assert loaded.settings.server.port == 4
     assert loaded.settings.model.model == "e"
     assert loaded.settings.model.max_context == 8
-    assert loaded.settings.model.served_name == "f"
-    assert loaded.given("model") == {"model": "e", "served_name": "f", "max_context": 8}
+    assert loaded.settings.model.served_name == ("f",)
+    assert loaded.given("model") == {"model": "e", "served_name": ("f",), "max_context": 8}
 
 
 def test_file_and_profile_can_come_from_the_environment(toml):

@@ -40,7 +40,7 @@ def test_each_model_has_settings_of_its_own_and_shares_the_rest(tmp_path):
     models = {one.name: settings_of(settings, one) for one in named_models(settings)}
     assert list(models) == ["third", "small", "main:long"] and lora_modules(settings) == {"sql": "/sql"}
     small, long, third = (models[name] for name in ("small", "main:long", "third"))
-    assert (small.model.model, small.model.served_name, small.model.max_context) == ("org/small", "small", None)
+    assert (small.model.model, small.model.served_name, small.model.max_context) == ("org/small", ("small",), None)
     assert small.parallel.tensor_parallel_size == 2 and small.parallel.pipeline_parallel_size == 1
     assert small.parallel.layer_split is None and small.model.adapter_path is None
     assert small.server.tool_parser == "hermes" and settings.server.tool_parser == "auto"

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +81,7 @@ def test_a_chat_by_keyboard_is_streamed_and_goes_on_over_the_death_of_a_rank(
     os.kill(server.get("/v1/status")["engine"]["ranks"][1]["pid"], signal.SIGKILL)
     page.until(lambda: len(page.texts(".assistant[data-done]")) == 2, "the second answer ends")
     assert page.texts(".assistant .error:not([hidden])") == []
+    page.until(lambda: not page.shown("#thinking"), "no choice for a model that does not think")
     page.view("cluster")
     page.until(
         lambda: (
@@ -174,10 +174,13 @@ def test_firefox_chats_and_keeps_the_conversation(server: Locked) -> None:
 
 
 @NO_CHROMIUM
-def test_machines_are_found_and_paired_and_a_model_is_started_and_stopped_from_the_page(make_machines, tmp_path: Path) -> None:
+def test_two_machines_are_paired_fetch_a_model_and_serve_it_from_the_page_of_an_agent(make_machines, tmp_path: Path) -> None:
     """The page of `tandem agent --page` in a browser on its machine; the other machine is found by its announcement."""
-    model = tiny_model(tmp_path / "tiny")
     machines = make_machines(2)
+    hub = FakeHub(tiny_model(tmp_path / "hub", shards=2), machines.address)
+    hub.stalled = "-00001-of-00002.safetensors"  # the client tells of whole files alone where they are small
+    for name in machines.names:
+        machines.set_variables(name, {"HF_ENDPOINT": hub.url, "TANDEM_CACHE": str(machines[name].home / "cache")})
 
     def started(name: str, *command: str, until: str) -> str:
         """What a command on a machine prints, up to a line that matches."""
@@ -191,7 +194,6 @@ def test_machines_are_found_and_paired_and_a_model_is_started_and_stopped_from_t
     here = started("h0", "tandem", "agent", "--name", "here", "--page", until="page: .*\n")
     near = started("h1", "tandem", "agent", "--name", "near", until="code .*\n")
     started("h0", *driver, until="started successfully")
-    code = re.search(r"code (\d{3} \d{3}):", near)[1]
     page = re.search(r"page: (http://\S+/ui)(#key=\S+)", here)
     with chromium(f"http://{machines['h0'].address}:9515") as window:
         window.driver.get(page[1] + "#start")
@@ -202,48 +204,21 @@ def test_machines_are_found_and_paired_and_a_model_is_started_and_stopped_from_t
             machines.run("h0", ["python", "-c", REBOUND, page[1]])
         window.driver.get("about:blank")
         window.driver.get("".join(page.groups()))
-        other = "#start-machines [aria-label='Code that near shows']"
-        for _ in range(10):  # on a busy machine an agent may answer after the seconds that are listened for
-            window.until(lambda: window.text("#start-find") == "Find machines" and window.texts("#start-machines li"), "found")
-            if window.shown(other):
-                break
-            window.press("#start-find", Keys.SPACE)
-        assert window.text("#start-machines label") == "here"
-        window.run("document.querySelector('#start-pair').parentElement.open = true")
-        window.find("#start-address").send_keys(machines["h1"].address)
-        window.press("#start-code", "12", Keys.ENTER)
-        window.until(lambda: "the code has 6 digits" in window.text("#start-now"), "a code that is none")
-        window.run("document.querySelector('#start-pair').parentElement.open = false")
-        window.press(other, "000000" if code != "000 000" else "000001", Keys.ENTER)
-        window.until(lambda: "the code is wrong" in window.text("#start-now"), "a wrong code")
-        window.find(other).clear()
-        window.press(other, code, Keys.ENTER)
-        window.until(lambda: "near" in window.texts("#start-machines label"), "paired")
-        assert window.run("return [...document.querySelectorAll('#start-machines input')].every(one => one.checked)")
-        window.press("#start-check", Keys.ENTER)
-        window.until(lambda: window.texts("#start-findings .ok"), "both machines are checked")
-        assert "sums that 2 machines make together" in window.text("#start-findings")
-        window.press("#start-name", str(model))
+        _find_and_pair(window, machines["h1"].address, re.search(r"code (\d{3} \d{3}):", near)[1])
+        window.press("#start-search", Keys.ENTER)
+        _fetch(window, hub, machines["h0"].home)
         window.find("#start-context").clear()
         window.press("#start-context", "64", Keys.ENTER)
         both = "[aria-label='Start PP 2 (here | near)']"
         window.until(lambda: window.shown(both) and window.shown("[aria-label='Start single (here)']"), "layouts side by side")
-        window.run(
-            "for (const name of ['name', 'context']) document.getElementById(`start-${name}`).value = '';"
-            "document.getElementById('start-findings').replaceChildren(); document.getElementById('start').scrollTop = 0;"
-        )
-        for theme in ("light", "dark"):
-            window.run("document.documentElement.dataset.theme = arguments[0]", theme)
-            window.picture(f"page-start-{theme}")
-        with window.phone():
-            assert window.run("return document.getElementById('start').scrollWidth - innerWidth") <= 1
-            window.picture("page-phone-start-dark")
+        window.pictures("page-start", "start", 1500)
         window.press(both, Keys.ENTER)
         window.until(lambda: "runs, or is being loaded" in window.text("#start-state"), "how far it is stands elsewhere")
         window.until(lambda: window.text("#state") == "healthy", "it is loaded")
         window.view("cluster")
         window.until(lambda: len(window.texts(".rank b")) == 2, "two ranks")
         assert ["h0" in rank or "h1" in rank for rank in window.texts(".rank")] == [True, True]
+        assert list(machines["h1"].home.rglob("snapshots/*/*.safetensors")), "the other machine has fetched its part"
         window.view("chat")
         window.press("#question", "Who are you?", Keys.ENTER)
         window.until(lambda: window.shown(".assistant[data-done] small"), "it answers through the page")
@@ -254,42 +229,57 @@ def test_machines_are_found_and_paired_and_a_model_is_started_and_stopped_from_t
         assert window.complaints() == []
 
 
-@NO_CHROMIUM
-def test_models_are_searched_fetched_and_cancelled_on_the_page_of_an_agent(tmp_path: Path) -> None:
-    hub, cache = FakeHub(tiny_model(tmp_path / "hub")), tmp_path / "hf"
+def _find_and_pair(window: Window, address: str, code: str) -> None:
+    """Find the machine `near`, pair with it by its code after codes that are none, and check both."""
+    other = "#start-machines [aria-label='Code that near shows']"
+    for _ in range(10):  # on a busy machine an agent may answer after the seconds that are listened for
+        window.until(lambda: window.text("#start-find") == "Find machines" and window.texts("#start-machines li"), "found")
+        if window.shown(other):
+            break
+        window.press("#start-find", Keys.SPACE)
+    assert window.text("#start-machines label") == "here"
+    window.run("document.querySelector('#start-pair').parentElement.open = true")
+    window.find("#start-address").send_keys(address)
+    window.press("#start-code", "12", Keys.ENTER)
+    window.until(lambda: "the code has 6 digits" in window.text("#start-now"), "a code that is none")
+    window.run("document.querySelector('#start-pair').parentElement.open = false")
+    window.press(other, "000000" if code != "000 000" else "000001", Keys.ENTER)
+    window.until(lambda: "the code is wrong" in window.text("#start-now"), "a wrong code")
+    window.find(other).clear()
+    window.press(other, code, Keys.ENTER)
+    window.until(lambda: "near" in window.texts("#start-machines label"), "paired")
+    assert window.run("return [...document.querySelectorAll('#start-machines input')].every(one => one.checked)")
+    window.press("#start-check", Keys.ENTER)
+    window.until(lambda: window.texts("#start-findings .ok"), "both machines are checked")
+    assert "sums that 2 machines make together" in window.text("#start-findings")
+
+
+def _fetch(window: Window, hub: FakeHub, home: Path) -> None:
+    """Search models for two machines; fetch, cancel and fetch again, into the head's `home`; choose what has come."""
     hub.goes_on.clear()
-    online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "TANDEM_CACHE": str(tmp_path / "cache")}
-    environment = {**os.environ, "TANDEM_STATE_DIR": str(tmp_path / "state"), "TANDEM_PORT": "0", **online}
-    options = ["--no-announce", "--host", "127.0.0.1", "--port", "0", "--page", "0"]
-    command, text = [sys.executable, "-m", "tandem", "agent", *options], ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process, chromium() as window:
-        try:
-            while "page: " not in text:
-                assert process.stdout is not None and (line := process.stdout.readline()), text
-                text += line
-            window.driver.get(re.search(r"page: (\S+)", text)[1])
-            window.view("start")
-            window.click("#start-search")
-            window.until(lambda: "qwen3:8b" in window.texts("#catalogue-list b"), "the catalogue")
-            assert window.text("#catalogue-list [data-model-id='mlx-community/Qwen3-8B-8bit'] .badge") == "fits"
-            assert "does not fit: needs about" in window.text("#catalogue-list")
-            window.find("#catalogue-words").send_keys("org/none" + Keys.ENTER)
-            window.until(lambda: window.shown("[aria-label='Fetch org/none']"), "a hub id that no search finds can be tried")
-            window.click("[aria-label='Fetch org/none']")
-            window.until(lambda: "no such model on the hub" in window.text("[data-fetch='org/none'] .error"), "it is not there")
-            window.click("[aria-label='Dismiss org/none']")
-            window.click("[aria-label='Fetch org/tiny']")
-            window.until(lambda: "download" in window.text("[data-fetch='org/tiny'] .progress"), "it goes on")
-            window.until(lambda: list(cache.rglob("*.incomplete")), "a part has come")
-            window.click("[aria-label='Cancel org/tiny']")
-            window.until(lambda: window.shown("[aria-label='Fetch org/tiny']") and not window.texts("#fetches li"), "cancelled")
-            window.until(lambda: not list(cache.rglob("*.incomplete")), "no partial file is left")
-            hub.goes_on.set()
-            window.click("[aria-label='Fetch org/tiny']")
-            window.until(lambda: window.shown("[aria-label='Use org/tiny']"), "it is on this disk")
-            assert window.text("[data-fetch='org/tiny'] .badge") == "fetched"
-            window.picture("page-models-fetch")
-            window.click("[aria-label='Use org/tiny']")
-            window.until(lambda: window.find("#start-name").get_property("value") == "org/tiny", "it is the one to start")
-        finally:
-            process.terminate()
+    window.until(lambda: "qwen3:8b" in window.texts("#catalogue-list b"), "the catalogue")
+    assert "told for the 2 machines chosen" in window.text("#catalogue-told")
+    assert window.text("#catalogue-list [data-model-id='mlx-community/Qwen3-8B-8bit'] .badge") == "fits"
+    assert "does not fit: needs about" in window.text("#catalogue-list")
+    window.press("#catalogue-words", "org/none", Keys.ENTER)
+    window.until(lambda: window.shown("[aria-label='Fetch org/none']"), "a hub id that no search finds can be tried")
+    window.press("[aria-label='Fetch org/none']", Keys.ENTER)
+    window.until(lambda: "no such model on the hub" in window.text("[data-fetch='org/none'] .error"), "it is not there")
+    window.press("[aria-label='Dismiss org/none']", Keys.ENTER)
+    window.press("[aria-label='Fetch org/tiny']", Keys.ENTER)
+    window.until(lambda: window.run("return document.querySelector('[data-fetch] progress')?.value"), "how much has come")
+    assert "download" in window.text("[data-fetch='org/tiny'] .progress")
+    window.until(lambda: list(home.rglob("*.incomplete")), "a part has come")
+    window.find("#catalogue-words").clear()
+    window.press("#catalogue-words", "qwen3", Keys.ENTER)
+    window.until(lambda: "org/none" not in window.texts("#catalogue-list b"), "one can search while it goes on")
+    window.pictures("page-models-fetch", "models")
+    window.press("[aria-label='Cancel org/tiny']", Keys.ENTER)
+    window.until(lambda: window.shown("[aria-label='Fetch org/tiny']") and not window.texts("#fetches li"), "cancelled")
+    window.until(lambda: not list(home.rglob("*.incomplete")), "no partial file is left")
+    hub.goes_on.set()
+    window.press("[aria-label='Fetch org/tiny']", Keys.ENTER)
+    window.until(lambda: window.shown("[aria-label='Use org/tiny']"), "it is on this disk")
+    assert window.text("[data-fetch='org/tiny'] .badge") == "fetched"
+    window.press("[aria-label='Use org/tiny']", Keys.ENTER)
+    window.until(lambda: window.find("#start-name").get_property("value") == "org/tiny", "it is the one to start")

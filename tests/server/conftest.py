@@ -55,7 +55,7 @@ from tandem.testing import CHAT_TEMPLATE, write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 
 EOS = 2
-MODEL = ModelSettings(model="org/tiny", served_name="tiny")
+MODEL = ModelSettings(model="org/tiny", served_name=("tiny",))
 RANK = RankInfo(rank=0, stage=0, layers=(0, 4), pid=1, host="here", weight_bytes=10, peak_bytes=20, step_s=0.01)
 
 # uvicorn looks around, and waits for connections to close, ten times as often as it does in service.
@@ -442,7 +442,7 @@ def family(serve, engine, tmp_path):
         path.write_text(template)
         engine.reply = engine.tokenizer.encode(says)
         engine.set_status(max_context=4096)
-        return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)))
+        return serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(path)))
 
     return start
 
@@ -455,7 +455,7 @@ def judge(tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_tokens(["yes", "no"])
     tokenizer.save(str(path / "tokenizer.json"))
-    model = ModelSettings(model="org/Tiny-Reranker", served_name="judge")
+    model = ModelSettings(model="org/Tiny-Reranker", served_name=("judge",))
     with running_engine(path, model="judge", max_context=512) as fake, running_server(model, fake, max_choices=4) as live:
         yield live
 
@@ -465,6 +465,6 @@ def scripted(model_dir, tmp_path_factory):
     """A server with its `engine`, whose template says that the model may think; tests give each its answers."""
     template = tmp_path_factory.mktemp("template") / "think.jinja"
     template.write_text("{# <think> </think> #}" + CHAT_TEMPLATE)
-    model = ModelSettings(model="org/tiny", served_name="my-model", chat_template=str(template))
+    model = ModelSettings(model="org/tiny", served_name=("my-model",), chat_template=str(template))
     with running_engine(model_dir, max_context=16384, model="my-model") as fake, running_server(model, fake) as live:
         yield live

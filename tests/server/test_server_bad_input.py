@@ -166,7 +166,7 @@ def test_template_that_rejects(serve, model_dir, tmp_path):
 
     template = tmp_path / "strict.jinja"
     template.write_text("{{ raise_exception('roles must alternate') }}")
-    settings = ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template))
+    settings = ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(template))
     message = check(serve(model=settings).chat(), 400, param="messages")
     assert "roles must alternate" in message
 

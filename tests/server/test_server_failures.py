@@ -157,7 +157,7 @@ def test_an_adapter_of_the_settings_that_was_unloaded_stays_so_when_the_engine_s
         server.wait_ready()
 
     engine.set_status(adapters=[AdapterSpec(1, "sql", "/sql")])
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", lora_modules=("sql=/sql",)))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), lora_modules=("sql=/sql",)))
     call("load", "chat", lora_path="/chat")
     assert {one["name"] for one in server.http.get("/api/tags").json()["models"]} == models()
     call("unload", "sql")

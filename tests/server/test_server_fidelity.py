@@ -133,7 +133,7 @@ def test_unknown_fields_are_warned_about_by_default(serve, engine, caplog):
 def test_tools_that_their_server_runs_are_left_out(serve, engine, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHAT_TEMPLATE)
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template)))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(template)))
     server.engine = engine
     engine.set_status(max_context=2048)
     now = {"type": "function", "name": "now"}
@@ -154,7 +154,7 @@ def test_tools_that_their_server_runs_are_left_out(serve, engine, tmp_path):
 def test_reasoning_of_other_servers_is_taken_back(serve, engine, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}|{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}")
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template)))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(template)))
     server.engine = engine
     sent = post(
         server,
@@ -188,7 +188,7 @@ def test_an_answer_goes_on_with_what_the_assistant_began(server, route):
 def test_what_was_begun_is_no_reasoning(serve, engine, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text(CHAT_TEMPLATE + "<think>\n{# </think> #}")
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template)))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(template)))
     server.engine = engine
     sent = post(server, MESSAGES, max_tokens=100, messages=[*HELLO, {"role": "assistant", "content": "Once"}])
     assert prompt_of(server).endswith("<think>\n</think>\n\nOnce")
@@ -219,7 +219,7 @@ def test_thinking_is_signed_whole_and_streamed(serve, engine, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{# </think> #}" + CHAT_TEMPLATE)
     engine.reply = engine.tokenizer.encode("<think>Hm, hm.</think>Yes")
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template)))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(template)))
     whole = post(server, MESSAGES, max_tokens=200).json()["content"][0]
     assert (whole["type"], len(whole["signature"]) > 40) == ("thinking", True)
     streamed = post(server, MESSAGES, max_tokens=200, stream=True).text

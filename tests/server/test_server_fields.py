@@ -310,5 +310,5 @@ def test_a_page_elsewhere_may_read_the_header(serve):
 def test_a_model_without_a_template_of_its_own_takes_an_effort(serve, tmp_path):
     empty = tmp_path / "none.jinja"
     empty.write_text("{{ messages[0].content }}")
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(empty)))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(empty)))
     assert ignored(ask(server, reasoning_effort="none")) == ["reasoning_effort"]

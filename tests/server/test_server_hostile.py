@@ -222,7 +222,7 @@ def test_work_for_a_client_who_leaves_ends_with_its_process(calm, wait_until, mo
 @pytest.mark.slow
 def test_a_costly_template_is_rendered_elsewhere(serve, engine, tmp_path: Path):
     (tmp_path / "costly.jinja").write_text(COSTLY)
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(tmp_path / "costly.jinja")))
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(tmp_path / "costly.jinja")))
     assert server.chat().status_code == 200
     assert engine.last.prompt == engine.tokenizer.encode("hi", False)
     assert len(workers()) == 1

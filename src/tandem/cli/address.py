@@ -78,8 +78,13 @@ def running(name: str) -> Record | None:
 
 def record_url(record: Record) -> str:
     """Return the address of a background server for clients on this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.host, record.host)
-    return f"{record.scheme}://{f'[{host}]' if ':' in host else host}:{record.port}"
+    return local_url(record.scheme, record.host, record.port)
+
+
+def local_url(scheme: str, host: str, port: int) -> str:
+    """Return the address for clients on this machine of a server that listens at `host`, which may mean all addresses."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def checked_url(text: str, flag: str = "--url") -> str:

@@ -281,8 +281,8 @@ def _add_flags(group: argparse._ArgumentGroup, option: Option, text: str) -> arg
     metavar = METAVARS.get(option.base, "TEXT")
     if option.choices:
         metavar = "{" + ",".join(option.choices) + "}"
-    listed: argparse.Action = group.add_argument(*flags, dest=target, action="append", metavar=metavar, help=text)
-    return listed
+    kind, nargs = ("extend", "+") if option.name == "served_name" else ("append", None)  # the first as vLLM has it
+    return group.add_argument(*flags, dest=target, action=kind, nargs=nargs, metavar=metavar, help=text)
 
 
 def add_as_for_serve(parser: _Options, *names: str) -> None:

@@ -249,6 +249,9 @@ def _command(argv: Sequence[str] | None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    for name in ("model_argument", "model", "name"):
+        if getattr(arguments, name, None) == "demo:latest":  # Ollama's tag; the catalogue takes it for its names
+            setattr(arguments, name, "demo")
     arguments.words = list(sys.argv[1:] if argv is None else argv)
     raise_limit()
     return exit_code(partial(arguments.run, arguments))

@@ -75,8 +75,8 @@ def _named(settings: Settings, quant: str | None = None) -> Settings:
         from tandem.cli.model import fetched  # imports the screen's library
 
         path = fetched(model.model, model.revision, quant)
-        name = model.served_name or path.name.rpartition("-")[0]
-        return replace(settings, model=replace(model, model=str(path), revision=None, served_name=name))
+        names = model.served_name or (path.name.rpartition("-")[0],)
+        return replace(settings, model=replace(model, model=str(path), revision=None, served_name=names))
     if chosen is None:
         return settings
     print(f"tandem: {chosen.line}", file=sys.stderr)

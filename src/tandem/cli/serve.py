@@ -22,6 +22,7 @@ from types import FrameType
 
 from tandem.checkpoints.resolve import expect
 from tandem.checkpoints.stored import demo_path
+from tandem.cli.address import local_url
 from tandem.cli.arguments import say
 from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.options import vllm_mlx
@@ -286,8 +287,8 @@ class Supervisor:
         self._history.note("server_ready", f"the server is ready: {', '.join(sorted({engine.model for engine in engines}))}")
         host, port = self._settings.server.host, self._settings.server.port
         scheme = "http" if self._settings.server.tls_cert is None else "https"
-        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
+        log.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, f"[{host}]" if ":" in host else host, port)
+        address = local_url(scheme, host, port)
         parts, hosts = len(engines[0].ranks), [printable(rank.host) for engine in engines for rank in engine.ranks]
         where = ", ".join(hosts if len(hosts) < 5 else dict.fromkeys(hosts))  # machines may have the same name
         models = len(self._engines.models()) if isinstance(self._engines, EnginePool) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,8 +80,9 @@ def farewell(address: str, server: ServerSettings, *, stop: str) -> str:
     """Return the lines printed when a server is ready: the page, an example request, and how to stop it."""
     key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if server.api_key or server.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
+    elsewhere = f" (on other machines {address.split(':')[0]}://{socket.gethostname()}:{address.rpartition(':')[2]}/ui)"
     return (
-        f"  page  {address}/ui\n"
+        f"  page  {address}/ui{elsewhere if server.host in ('0.0.0.0', '::') else ''}\n"
         f"  try   curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
         f"  stop  {stop}"
     )

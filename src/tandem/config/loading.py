@@ -111,7 +111,8 @@ def build(values: Mapping[str, object]) -> Settings:
     for name, value in values.items():
         if name not in by_name():
             raise ConfigError(f"there is no setting {name!r}{nearest(name, by_name())}", param=name)
-        sections[by_name()[name].section][name] = value
+        several = by_name()[name].repeated and isinstance(value, str)
+        sections[by_name()[name].section][name] = (value,) if several else value
     return Settings(**{section: section_class(section)(**fields) for section, fields in sections.items()})
 
 

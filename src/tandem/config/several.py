@@ -51,7 +51,7 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     found = [_pair(text, "--extra-models", "model", "small=org/small-model") for text in settings.models.extra_models]
     found += settings.named
     checked = [*_adapters(settings), *found]
-    names = [settings.model.served_name, *(one.name for one in checked)]
+    names = [*settings.model.served_name, *(one.name for one in checked)]
     for one in checked:
         if not usable_name(one.name):
             raise ConfigError(
@@ -100,7 +100,7 @@ def settings_of(settings: Settings, one: NamedModel) -> Settings:
             sections[option.section][option.name] = option.convert(one.values[option.name], label=one.label(option.name))
     if one.values and "lora_modules" not in one.values:  # adapters are for the main model, which is listed without values
         sections["model"]["lora_modules"] = ()
-    sections["model"]["served_name"] = one.name
+    sections["model"]["served_name"] = (one.name, *(() if one.values else settings.model.served_name))
     replaced = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
     return alone(dataclasses.replace(settings, **replaced))
 

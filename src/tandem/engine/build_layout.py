@@ -182,7 +182,7 @@ def _stage_specs(
         StageSpec(
             model_path=str(files.path),
             home=str(Path.home()),
-            model_name=model.served_name or files.name,
+            model_name=(model.served_name or (files.name,))[0],
             rank=sum(sizes[:stage]) + part,
             stage_sizes=sizes,
             layers=(layers.start, layers.stop),

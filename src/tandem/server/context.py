@@ -104,7 +104,7 @@ class Api:
         """Return the model of that name; None and "default" mean the first. Raises NotFoundError listing all models."""
         if name is None or name == "default":
             return self.served[0]
-        for names_of in (lambda served: [served.settings.model.served_name], lambda served: served.names()):
+        for names_of in (lambda served: [*served.settings.model.served_name], lambda served: served.names()):
             for served in self.served:
                 if name in names_of(served):
                     return served
@@ -121,8 +121,9 @@ class Api:
         )
 
     def listed(self) -> list[Served]:
-        """Return all models, the default first, each followed by its LoRA adapters."""
-        return [one for served in self.served for one in (served, *map(served.adapted, served.client.adapters))]
+        """Return all models, the default first, each followed by itself under its further names and by its LoRA adapters."""
+        more = [(served, (*served.settings.model.served_name[1:], *served.client.adapters)) for served in self.served]
+        return [one for served, names in more for one in (served, *map(served.adapted, names))]
 
     def max_context(self, served: Served) -> int | None:
         """Return the context length in tokens, prompt plus output; None while unknown. The model need not be loaded."""

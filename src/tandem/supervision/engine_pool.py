@@ -48,18 +48,18 @@ class _Model:
 
 def several(settings: Settings) -> bool:
     """Return True for settings of the several models of a pool, or of one that is unloaded while idle."""
-    return bool(settings.models.extra_models or settings.named or settings.models.unload_after)
+    return bool(settings.models.extra_models or settings.named or (settings.models.unload_after and settings.model.model))
 
 
 def with_names(settings: Settings) -> Settings:
     """Return settings that list every model in `named`, the main one first. Raises UsageError."""
     further = named_models(settings)
     if settings.model.model:
-        name = settings.model.served_name or name_of(settings.model.model)
+        name = next(iter(settings.model.served_name), None) or name_of(settings.model.model)
         further = (NamedModel(name=name, values={}, source="MODEL"), *further)
     most = 1 if len(further) == 1 else settings.models.max_loaded
     models = dataclasses.replace(settings.models, extra_models=(), max_loaded=most)
-    model = dataclasses.replace(settings.model, served_name=None)
+    model = dataclasses.replace(settings.model, served_name=settings.model.served_name[1:])
     settings = dataclasses.replace(settings, model=model, models=models, named=further)
     names = [one.name for one in named_models(settings)]
     for wrong in set(models.pinned_models) - set(names):

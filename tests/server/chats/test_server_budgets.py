@@ -40,7 +40,7 @@ def thinking(serve, engine, tmp_path):
         file.write_text(template)
         engine.reply = engine.tokenizer.encode(says)
         engine.set_status(max_context=4096, vocab_size=520)
-        return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(file)), **server)
+        return serve(model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(file)), **server)
 
     return start
 

@@ -82,7 +82,7 @@ def test_calls_are_part_of_it(serve, engine, tmp_path):
     engine.set_status(max_context=4096)
     engine.reply = engine.tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
     server = serve(
-        model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)),
+        model=ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(path)),
         keep_conversations=60.0,
         tool_parser="hermes",
     )

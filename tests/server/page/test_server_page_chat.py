@@ -525,6 +525,7 @@ def test_settings_of_a_chat_files_and_calls_reach_the_model(page: Window, script
         gone.text = () => Promise.reject(new DOMException('', 'NotFoundError'));
         return import('/ui/attachments.js').then(({ take }) => take([gone, more]))""")
     assert "gone.txt cannot be read" in page.text("#attach-told") and "more.txt" in page.text("#attached")
+    page.until(lambda: page.shown("#thinking"), "the model thinks")
     page.run("const t = document.getElementById('thinking'); t.value = 'off'; t.dispatchEvent(new Event('change'))")
     page.ask("What colour is it?")
     answered(page)

@@ -27,7 +27,7 @@ def keeps(serve, engine, tmp_path, place):
     path = tmp_path / "plain.jinja"
     engine.reply = engine.tokenizer.encode("Blue.")
     engine.set_status(max_context=100_000)
-    model = ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path))
+    model = ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(path))
 
     def start(template=PLAIN, **server):
         path.write_text(template)

@@ -115,6 +115,13 @@ def test_model_info_and_models(server):
     assert server.http.get("/v1/models/org%2Ftiny").json()["id"] == "tiny"
 
 
+def test_a_model_of_several_names_is_listed_under_each_and_answers_under_the_first(serve):
+    server = serve(model=ModelSettings(model="org/tiny", served_name=("tiny", "gpt-4o")))
+    listed = server.http.get("/v1/models").json()["data"]
+    assert [(one["id"], one["root"], one["parent"]) for one in listed] == [("tiny", "tiny", None), ("gpt-4o", "tiny", None)]
+    assert server.chat(model="gpt-4o").json()["model"] == server.http.get("/v1/models/gpt-4o").json()["id"] == "tiny"
+
+
 def test_status(server):
     body = server.http.get("/v1/status").json()
     assert body["engine"]["state"] == "ready"
@@ -282,7 +289,7 @@ class Supervisor:
 def several(tmp_path):
     """A client of a server with two models, none of them loaded, and its supervisor."""
     switches = ServerSettings(enable_tokenizer_info_endpoint=True)
-    own = [Settings(model=ModelSettings(model=str(tmp_path / name), served_name=name)) for name in ("a", "b")]
+    own = [Settings(model=ModelSettings(model=str(tmp_path / name), served_name=(name,))) for name in ("a", "b")]
     link = Supervisor()
     models = ModelPool([Served(one, Replicas(Router(), {})) for one in own], link, max_loaded=1)
     with TestClient(create_app(Settings(server=switches), models), base_url="http://localhost") as client:

@@ -44,7 +44,7 @@ def family(serve, engine, tmp_path):
         template.write_text(TEMPLATES[name])
         engine.reply = engine.tokenizer.encode(says)
         engine.set_status(max_context=4096)
-        model = ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template))
+        model = ModelSettings(model="org/tiny", served_name=("tiny",), chat_template=str(template))
         return serve(model=model, **server)
 
     return start

@@ -6,6 +6,7 @@ in the background all other requests are passed on to it, so that the page outli
 
 from __future__ import annotations
 
+import atexit
 import hmac
 import http.client
 import json
@@ -93,6 +94,7 @@ class _Fetch:
     def __init__(self, model: str) -> None:
         command, pipe, both = module_command("tandem", "pull", "--json", model), subprocess.PIPE, subprocess.STDOUT
         self.process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, errors="replace", env=child_environment())
+        atexit.register(self.process.kill)
         self.model, self.said, self.progress = model, "", {"completed": 0, "total": 0}
         start_thread(self._follow, name="fetch", on_failure=lambda _: self.process.kill())
 

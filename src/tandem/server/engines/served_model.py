@@ -44,7 +44,7 @@ class Served:
         """Yield all names of the model, except `default`: the engine's first, then those of the settings."""
         if self.client.status is not None:
             yield self.client.status.model
-        yield from filter(None, (self.settings.model.served_name, self.settings.model.model))
+        yield from filter(None, (*self.settings.model.served_name, self.settings.model.model))
 
     def status(self) -> EngineStatus:
         """Return the engines' status. Raises UnavailableError if none takes requests or the model is still loading."""

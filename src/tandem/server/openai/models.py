@@ -31,7 +31,7 @@ def model_object(api: Api, served: Served) -> dict[str, object]:
         "created": int(api.started),
         "owned_by": "tandem",
         "root": served.client.adapters.get(served.adapter, served.base_name),
-        "parent": served.base_name if served.adapter else None,
+        "parent": served.base_name if served.adapter in served.client.adapters else None,
         "max_model_len": api.max_context(served),
         "loaded": state in ("loaded", "recovering", "draining"),
         "state": state,

@@ -100,8 +100,8 @@ function draw() {
 }
 
 // The buttons stay where they are while the bar moves.
-const bar = (one) => progress(["fetch", one.model].join(), one.total && one.completed >= one.total ? "checking and unpacking"
-  : "download", one.completed, one.total);
+const bar = (one) => progress(["fetch", one.model].join(), one.model === "demo" && one.total && one.completed >= one.total
+  ? "checking and unpacking" : "download", one.completed, one.total);
 
 function fetched(one) {
   const end = button(goesOn(one) ? "Cancel" : "Dismiss", () => act("cancel", one.model), { bare: false,
@@ -120,7 +120,7 @@ function row(one) {
   return element("li", { "data-model-id": one.id }, element("div", {}, element("b", {}, one.name || one.id),
     one.name && one.name !== one.id ? element("small", {}, one.id) : null), element("small", {}, size),
   element("span", { class: "badge " + (one.fits === "fits" ? "healthy" : one.fits.startsWith("does") ? "failed" : "") }, one.fits),
-  going ? element("small", {}, "being fetched") : one.on_disk
+  going ? element("small", {}, "fetching") : one.on_disk
     ? button("Use", () => use(one.id), { bare: false, "aria-label": "Use " + one.id })
     : button("Fetch", () => act("fetch", one.id), { bare: false, "aria-label": "Fetch " + one.id }));
 }

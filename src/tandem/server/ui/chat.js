@@ -258,7 +258,9 @@ function buttons() {
   const running = Boolean(answers.runIn(talk));
   byId("send").hidden = running;
   byId("stop").hidden = !running;
-  byId("send").disabled = attachments.busy() || (!byId("question").value.trim() && !attachments.some());
+  const wait = attachments.busy() ? "A file is being read" : byId("question").value.trim() || attachments.some() ? "" : "Write something first";
+  byId("send").disabled = Boolean(wait);
+  byId("send").title = wait || "Send (Enter)";
 }
 
 // The field for the message grows with it.
@@ -279,13 +281,21 @@ function offer(status) {
   const engine = status.engine;
   const room = status.models.find((one) => one.id === model())?.max_model_len ?? engine?.max_context ?? longest;
   if (room !== longest) drawMeter(talk, longest = room);
-  const known = [model(), status.status, engine?.ranks?.length, engine?.max_context].join();
+  const state = names.find(([name]) => name === model())?.[1];
+  const known = [model(), state, status.status, engine?.ranks?.length, engine?.max_context].join();
   if (known === limits) return;
   limits = known;
   byId("empty").dataset.facts = engine ? [`${engine.ranks.length} rank${engine.ranks.length === 1 ? "" : "s"}`,
     `${engine.max_context.toLocaleString("en")} tokens of context`].join(" · ") : "";
   if (engine?.state === "ready") settings.showDefaults(fetchJson("/model/info"));
+  offerThinking(model());
   drawEmpty();
+}
+
+// The choice is for models that can think, as far as that is known: of those in memory.
+async function offerThinking(name) {
+  const shown = await fetchJson("/api/show", { model: name }).catch(() => null);
+  if (shown && name === model()) byId("thinking").parentElement.hidden = !shown.capabilities.includes("thinking");
 }
 
 function drawEmpty() {

@@ -62,15 +62,19 @@ export function sized(made, styles) {
   return made;
 }
 
-// Replace the children only if what they are made of has changed: what is under a pointer or has the focus stays.
+// Replace the children only if what they are made of has changed: what is under a pointer or has the focus stays. A control
+// that is made anew keeps the focus, by its label.
 export function redraw(place, facts, make) {
   const key = JSON.stringify(facts);
   if (place.dataset.drawn === key) return;
   place.dataset.drawn = key;
+  const label = place.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
   place.replaceChildren(...make());
+  if (label) [...place.querySelectorAll("[aria-label]")].find((one) => one.getAttribute("aria-label") === label)?.focus();
 }
 
 export const gib = (bytes) => {
+  if (bytes && bytes < 2 ** 20) return Math.ceil(bytes / 2 ** 10) + " KiB";
   if (bytes < 2 ** 30) return (bytes / 2 ** 20).toFixed(0) + " MiB";
   return (bytes / 2 ** 30).toFixed(bytes < 100 * 2 ** 30 ? 1 : 0) + " GiB";
 };

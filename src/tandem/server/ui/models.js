@@ -76,7 +76,7 @@ export function progress(key, label, done, total) {
   if (!(paces.get(key)?.done <= done)) paces.set(key, { done, at: now });
   const first = paces.get(key);
   const pace = now > first.at + 500 ? (1000 * (done - first.done)) / (now - first.at) : 0;
-  const left = pace > 0 ? `, ${Math.ceil((total - done) / pace)} s left` : "";
+  const left = pace > 0 && done < total ? `, ${Math.ceil((total - done) / pace)} s left` : "";
   const size = total ? `${gib(done)} of ${gib(total)}` + (pace ? ` at ${gib(pace)}/s${left}` : "") : "";
   return element("label", { class: "progress" }, element("span", {}, label, " ", element("small", {}, size)),
     element("progress", total ? { max: total, value: done } : {}));

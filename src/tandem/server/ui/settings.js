@@ -110,5 +110,5 @@ export function wishes() {
     // Said beside the field.
   }
   return { ...Object.fromEntries(set.map((name) => [name, Number(byId(name).value)])), ...(stop.length ? { stop } : {}),
-    ...THINKING[byId("thinking").value], ...(given?.length ? { tools: given } : {}) };
+    ...(byId("thinking").parentElement.hidden ? {} : THINKING[byId("thinking").value]), ...(given?.length ? { tools: given } : {}) };
 }
