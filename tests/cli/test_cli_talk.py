@@ -21,7 +21,7 @@ from tandem.cli.main import main
 from tandem.cli.talk import talk as command
 from tandem.cli.talk.backends import RemoteModel
 from tandem.cli.talk.conversation import Conversation, Quit
-from tandem.cli.talk.line_editor import unquoted
+from tandem.cli.talk.line_editor import Interrupts, make_prompt, unquoted
 from tandem.cli.talk.talk import unechoed
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
@@ -115,8 +115,10 @@ def test_pictures_go_with_the_next_message_alone(talk, tmp_path):
     assert second["content"] == "and?"
 
 
-def test_several_lines_and_the_end(talk):
+def test_several_lines_and_the_end(talk, monkeypatch):
     assert unquoted('"""a\nb"""') == "a\nb"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"h\xc3\xa9 \xff\n"), "ascii", "surrogateescape"))
+    assert make_prompt(Interrupts())() == "hé \ufffd", "a pipe may hold any bytes, in any locale"
     with pytest.raises(Quit):
         talk.command("/bye")
     assert "/image FILE" in talk.command("/?")

@@ -131,7 +131,7 @@ def _plain() -> str:
     text = input("> " if sys.stdin.isatty() else "")
     while text.lstrip().startswith(QUOTES) and text.count(QUOTES) < 2:
         text += "\n" + input()
-    return unquoted(text)
+    return unquoted(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))  # whatever the locale
 
 
 def unquoted(text: str) -> str:
