@@ -27,6 +27,7 @@ import tandem as tandem_package
 from served import Call, api_of, wait_until
 from statuses import STATUS
 from tandem.cli.address import api_key, local_url, server_url
+from tandem.cli.lifecycle import _roll
 from tandem.cli.main import build_parser, main
 from tandem.cli.serve import _completed
 from tandem.cli.startup import farewell
@@ -35,8 +36,9 @@ from tandem.cli.status import _count as count_tokens
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.errors import UsageError
 from tandem.protocol.control import RankInfo
-from tandem.protocol.supervisor_messages import ReplicaInfo, ReplicaList
-from tandem.supervision.record import Background, Record
+from tandem.protocol.events import Event
+from tandem.protocol.supervisor_messages import ListReplicas, ReplicaInfo, ReplicaList
+from tandem.supervision.record import Background, Record, digest
 from tandem.system.origin import build
 from tandem.testing import tiny_model
 
@@ -393,7 +395,8 @@ def test_an_update_is_looked_at_first_and_one_that_cannot_be_changes_nothing(tmp
     (checkout.origin / "scripts" / "setup").write_text("#!/bin/sh\nexit 1\n")
     checkout.publish("set-up that fails")
     before = checkout("describe", "--always")
-    assert main(["update"]) == 2 and f"or `git reset --keep {before}` goes back" in capfd.readouterr().err
+    for _ in range(2):  # it is not taken for up to date
+        assert main(["update"]) == 2 and f"update again, or `git reset --keep {before}` goes back" in capfd.readouterr().err
     (checkout.origin / "scripts" / "setup").unlink()
     checkout.publish("no set-up")
     assert main(["update"]) == 2 and "has the new code without its environment" in capfd.readouterr().err
@@ -521,3 +524,20 @@ def test_a_followed_log_keeps_characters_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Background, "runs", lambda _: bool(parts))
     assert main(["logs", "--follow"]) == 0
     assert capsys.readouterr().out == "Wört\n\ufffd"
+
+
+def test_ctrl_c_leaves_a_rolling_restart_to_the_server(monkeypatch, capsys):
+    settings, written = Settings(model=ModelSettings(model="tiny")), []
+    place = SimpleNamespace(
+        name="x", runs=lambda: True, record=lambda: Record(1, "127.0.0.1", 1, "m", 0.0, 0.0), write=written.append
+    )
+
+    def ask(_, request):
+        if isinstance(request, ListReplicas) and request.events_after:
+            raise KeyboardInterrupt
+        return ReplicaList([], events=[Event(7, 0.0, "server_ready", "it is ready")])
+
+    monkeypatch.setattr("tandem.cli.lifecycle.ask", ask)
+    assert _roll(place, settings, SimpleNamespace(sync=False, no_wait=False)) == 130
+    assert "x goes on restarting; `tandem status` shows how far it is" in capsys.readouterr().err
+    assert [record.settings for record in written] == [digest(settings)], "`tandem up` compares with what will run"

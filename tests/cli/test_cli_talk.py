@@ -145,6 +145,8 @@ def test_several_lines_and_the_end(talk, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('/set seed 1\n"""a\nb"""\nc\n\nd\n/bye\n'))  # piped: the rest is one message
     prompt = make_prompt(Interrupts())
     assert [prompt(), prompt(), prompt()] == ["/set seed 1", "a\nb", "c\n\nd\n/bye"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"h\xc3\xa9 \xff\n"), "ascii", "surrogateescape"))
+    assert make_prompt(Interrupts())() == "hé \ufffd", "a pipe may hold any bytes, in any locale"
     with pytest.raises(Quit):
         talk.command("/bye")
     assert "/image FILE" in talk.command("/?")

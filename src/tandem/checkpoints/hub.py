@@ -180,9 +180,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
                 "`prune`) or set HF_HUB_CACHE to another disk, and run the command again"
             ) from error
         if isinstance(error, OSError) and error.filename is not None:  # a file here, not the hub
-            raise ModelNotFound(
-                f"{where}: the hub's cache cannot be used ({line(error)}); set HF_HUB_CACHE to another"
-            ) from error
+            raise ModelNotFound(f"{where}: its cache cannot be used ({line(error)}); set HF_HUB_CACHE to another") from error
         raise ModelNotFound(
             f"{where}: no such directory here, and the hub cannot be reached ({line(error)}); name a local directory "
             "or try again online"

@@ -99,20 +99,24 @@ def _roll(place: Background, settings: Settings, arguments: argparse.Namespace) 
     before = ask(path, ListReplicas())
     ask(path, RollingRestart(to_json(settings)))
     assert isinstance(before, ReplicaList)
-    seen, kind, rolling = before.events[-1].number if before.events else 0, "", True
-    while rolling and not arguments.no_wait:
-        reply = ask(path, ListReplicas(events_after=seen))
-        assert isinstance(reply, ReplicaList)
-        for event in reply.events:
-            seen, kind = event.number, event.kind if event.kind.startswith("rolling_") else kind
-            if event.kind.startswith(("rolling_", "replica_ready")):
-                print(f"{place.name}: {event.text}{f' ({event.replica})' if event.replica is not None else ''}", flush=True)
-        rolling = reply.rolling
-        time.sleep(POLL_S)
+    seen, kind, rolling, code = before.events[-1].number if before.events else 0, "", True, 0
+    try:
+        while rolling and not arguments.no_wait:
+            reply = ask(path, ListReplicas(events_after=seen))
+            assert isinstance(reply, ReplicaList)
+            for event in reply.events:
+                seen, kind = event.number, event.kind if event.kind.startswith("rolling_") else kind
+                if event.kind.startswith(("rolling_", "replica_ready")):
+                    print(f"{place.name}: {event.text}{f' ({event.replica})' if event.replica is not None else ''}", flush=True)
+            rolling = reply.rolling
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        print(f"\n{place.name} goes on restarting; `tandem status` shows how far it is", file=sys.stderr)
+        code = 130
     if kind == "rolling_failed":
         return 3
     place.write(msgspec.structs.replace(record, settings=digest(settings), drain_timeout=settings.process.drain_timeout))
-    return 0
+    return code
 
 
 class _StartedWith(msgspec.Struct, frozen=True):

@@ -32,13 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
     before, newer = _git("describe", "--always"), _git("log", "--format=  %h %s", "HEAD..@{upstream}").splitlines()
     say(f"{CHECKOUT} is at {before.strip()}; commits that {upstream} has more: {len(newer)}")
     say("\n".join(newer[:SHOWN]))
-    if newer and not arguments.check:
-        _git("merge", "--ff-only", "@{upstream}", remedy="`git rebase`, if commits are your own; then update again")
+    # Until the environment is set up, this file has the commit that the last one was for.
+    unfinished = CHECKOUT / _git("rev-parse", "--git-path", "tandem-update").strip()
+    if (newer or unfinished.exists()) and not arguments.check:
+        if newer:
+            _git("merge", "--ff-only", "@{upstream}", remedy="`git rebase`, if commits are your own; then update again")
+        before = unfinished.read_text() if unfinished.exists() else before
+        unfinished.write_text(before)
         try:
             subprocess.run([CHECKOUT / "scripts" / "setup"], check=True)
         except (OSError, subprocess.CalledProcessError, KeyboardInterrupt):
-            back = f"run scripts/setup there, or `git reset --keep {before.strip()}` goes back"
+            back = f"update again, or `git reset --keep {before.strip()}` goes back"
             raise UsageError(f"{CHECKOUT} has the new code without its environment: {back}") from None
+        unfinished.unlink(missing_ok=True)
     return _see_to_servers(restart=arguments.restart and not arguments.check)
 
 

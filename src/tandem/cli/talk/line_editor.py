@@ -133,7 +133,7 @@ def _plain() -> str:
         text += "\n" + input()
     if not sys.stdin.isatty() and not text.startswith(("/", QUOTES)):
         text += "\n" + sys.stdin.read()  # what is piped is one message
-    return unquoted(text)
+    return unquoted(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))  # whatever the locale
 
 
 def unquoted(text: str) -> str:
