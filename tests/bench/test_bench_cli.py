@@ -118,8 +118,8 @@ def test_top_shows_the_server(url: str, words: str) -> None:
     done = tandem(f"top --base-url {url} {words} --interval 0.2")
     assert done.returncode == 0, done.stderr
     assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
-    ranks = re.findall(r"^ *(\d) +(\d of 2) +(\d-\d) ", done.stdout, re.MULTILINE)
-    assert ranks == [("0", "1 of 2", "0-1"), ("1", "2 of 2", "2-3")]
+    ranks = re.findall(r"^ *(\d of 2) +(\d-\d) ", done.stdout, re.MULTILINE)
+    assert ranks == [("1 of 2", "0-1"), ("2 of 2", "2-3")]
 
 
 @pytest.mark.parametrize(("command", "sign"), [("top", b"healthy"), ("status", b"process")])
