@@ -10,6 +10,7 @@ import pytest
 
 from tandem.config.loading import load
 from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.several import settings_of
 from tandem.errors import UsageError
 from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.supervision import engine_pool
@@ -63,8 +64,10 @@ def test_a_model_that_a_request_wants_cannot_end_a_server_that_still_starts(serv
 
 def test_a_model_that_the_configuration_wants_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "EngineSet", BrokenEngines)
-    names = {"model": [str(model)], "served_name": ["broken"], "also": [f"b={model}"]}
-    server = EnginePool(with_names(load(names).settings))
+    names = {"model": [str(model)], "served_name": ["broken", "alias"], "also": [f"b={model}"]}
+    settings = with_names(load(names).settings)
+    assert [settings_of(settings, one).model.served_name for one in settings.named] == [("broken", "alias"), ("b",)]
+    server = EnginePool(settings)
     server.start()
     assert server.look() == 2
 

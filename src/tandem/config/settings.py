@@ -41,8 +41,8 @@ class ModelSettings:
     model: str = ""
     """Directory, GGUF file, name (`llama3.2`, docs/models.md), hub id (org/name), or `demo`."""
     served_name: tuple[Filled, ...] = ()
-    """Names by which clients ask for the model, the first in answers (`--served-model-name A B`, after MODEL); by default
-    that of the directory or the hub. `default` always works."""
+    """Names for clients (A B, after MODEL), the first in answers; by default that of the directory or the hub. `default`
+    always works."""
     revision: Filled | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -100,7 +100,7 @@ def settings_of(settings: Settings, one: NamedModel) -> Settings:
             sections[option.section][option.name] = option.convert(one.values[option.name], label=one.label(option.name))
     if one.values and "lora_modules" not in one.values:  # adapters are for the main model, which is listed without values
         sections["model"]["lora_modules"] = ()
-    sections["model"]["served_name"] = (one.name, *(() if one.values else settings.model.served_name))
+    sections["model"]["served_name"] = (one.name, *(settings.model.served_name if one.source == "MODEL" else ()))
     replaced = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
     return alone(dataclasses.replace(settings, **replaced))
 
