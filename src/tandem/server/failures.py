@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Scope
 
 from tandem.errors import AuthenticationError, NotFoundError, OverloadedError, RequestError, ServerError, UnavailableError
@@ -130,8 +131,12 @@ def internal_error(error: BaseException, where: str) -> ServerError:
 
 def _from_http_exception(error: HTTPException, request: Request) -> RequestError:
     if error.status_code == 404:
-        told = f"Unknown request URL: {request.method} {request.url.path}"
-        if request.url.path.startswith(AUDIO_PATH):
+        path = request.url.path
+        told = f"Unknown request URL: {request.method} {path}"
+        likely = {f"/v1{path}", path.removeprefix("/v1")} - {path}
+        if meant := [route.path for route in request.app.routes if isinstance(route, Route) and route.path in likely]:
+            told += f". There is {meant[0]}: check whether the client's base URL should end with /v1."
+        elif path.startswith(AUDIO_PATH):
             told += ". Tandem serves text; mlx-audio (python -m mlx_audio.server) serves /v1/audio of speech models."
         return NotFoundError(told, code="unknown_url")
     if error.status_code == 405:
