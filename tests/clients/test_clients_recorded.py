@@ -25,6 +25,7 @@ WHOLE: dict[str, Any] = {
     "/v1/messages": anthropic.types.Message,
     "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
     "/v1/models": openai.types.Model,
+    "/v1/embeddings": openai.types.CreateEmbeddingResponse,
 }
 PIECES: dict[str, Any] = {
     "/v1/chat/completions": openai.types.chat.ChatCompletionChunk,

@@ -34,7 +34,7 @@ RECORD = {
     "properties": {
         "id": {"type": "string", "pattern": "^[A-F]{3}-[0-9]{4}$"},
         "ok": {"type": "boolean"},
-        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 16, "maxItems": 20},
     },
 }
 GUIDED = SamplingParams(max_tokens=300, temperature=1.0, seed=11, structured_outputs=StructuredOutputs(json=RECORD))

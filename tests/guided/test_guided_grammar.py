@@ -39,8 +39,10 @@ def test_outputs_of_every_schema_validate(schemas: dict[str, Any], check: Gramma
         form = check.accept(StructuredOutputs(json=json.dumps(schema) if text else schema))
         validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
         for seed in range(3):
-            output = walk(form, seed)
+            output = walk(form, seed, 8000)
             assert not list(validator.iter_errors(json.loads(output))), (name, output)
+            bare = re.sub(r'"(\\.|[^"\\])*"', "", output)
+            assert not re.search(r"\s", re.sub(r",( |\n {0,24})?|: ", "", bare)), f"{output!r} could be all white space"
 
 
 @pytest.mark.parametrize(

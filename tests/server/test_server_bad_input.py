@@ -143,6 +143,8 @@ def test_wrong_model(shared):
 def test_unknown_route_and_method(shared):
     server = shared
     check(server.http.get("/nope"), 404, code="unknown_url")
+    for wrong, right in (("/models", "/v1/models"), ("/v1/v1/models", "/v1/models"), ("/v1/api/tags", "/api/tags")):
+        assert f"There is {right}: check" in check(server.http.get(wrong), 404, code="unknown_url")
     response = server.http.get("/v1/chat/completions")
     check(response, 405, code="method_not_allowed")
     assert response.headers["allow"] == "POST"

@@ -14,9 +14,9 @@ MAX_CHARS = 256 * 1024
 """Maximum characters of a grammar."""
 MAX_TEXT = 4 * MAX_CHARS
 """Maximum characters of a schema or grammar given as text, since JSON may contain much whitespace."""
-WHITESPACE = r"[ ]?|\n[ ]{0,24}"
-"""Whitespace between JSON tokens: none, a space, or a newline with indentation. JSON allows more, but a confused model may
-fill its whole answer with it."""
+SEPARATORS = {"whitespace_flexible": False, "item_separator": r",([ ]|\n[ ]{0,24})?", "key_separator": ":[ ]?"}
+"""Whitespace of JSON: after a comma none, a space, or a newline with indentation; after a colon none or a space. JSON allows
+more, but a confused model may fill its whole answer with it. A `whitespace_pattern` would be taken any number of times."""
 
 ASCII = "dws"
 r"""In regular expressions \d, \w and \s stand for ASCII characters alone."""
@@ -69,7 +69,7 @@ def json_schema(schema: str | Mapping[str, object]) -> dict[str, object]:
         raise ValueError("a JSON schema must be an object")
     if content.get("x-guidance") is not None:
         raise ValueError("'x-guidance' is not allowed in it")
-    return {**content, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**content, "x-guidance": SEPARATORS}
 
 
 def _context_free(text: str) -> dict[str, object]:

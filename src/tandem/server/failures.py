@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Scope
 
 from tandem.errors import AuthenticationError, NotFoundError, OverloadedError, RequestError, ServerError, UnavailableError
@@ -138,6 +139,9 @@ def _from_http_exception(error: HTTPException, request: Request) -> RequestError
     if error.status_code == 404:
         path = request.url.path
         instead = next((f". {text}" for start, text in ELSEWHERE.items() if path.startswith(start)), "")
+        likely = {f"/v1{path}", path.removeprefix("/v1")} - {path}
+        if meant := [route.path for route in request.app.routes if isinstance(route, Route) and route.path in likely]:
+            instead = f". There is {meant[0]}: check whether the client's base URL should end with /v1."
         return NotFoundError(f"Unknown request URL: {request.method} {path}{instead}", code="unknown_url")
     if error.status_code == 405:
         message = f"Method {request.method} is not allowed for {request.url.path}"

@@ -141,7 +141,7 @@ class EnginePool:
             raise UsageError(f"model {name} is kept (--pinned-models); it is never unloaded")
         one.requested = True
         if one.engines is not None and not one.unloading:
-            log.info("model %s is unloaded", name)
+            log.info("model %s finishes what it has, and leaves memory", name)
             self._history.note("model_unloading", f"{name} finishes what it has, and leaves memory", model=name)
             one.unloading = True
             one.engines.drain_all()

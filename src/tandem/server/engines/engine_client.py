@@ -332,7 +332,7 @@ class EngineClient:
         if self.alive and self._sinks:
             logger.warning("the engine is gone; its requests (%d) wait for another or end with 503", len(self._sinks))
         elif self.alive and state not in ("draining", "starting"):  # a start that failed has its own reason
-            logger.warning("the engine is gone; it had no requests")
+            logger.info("the engine is gone; it had no requests")
         self.alive = False
         for question in self._questions.values():
             if not question.done():
