@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from submitted import ask
@@ -33,6 +35,20 @@ def answers(llm: LLM) -> list[list[list[int]]]:
 def plain(directory: Path) -> list[list[list[int]]]:
     with LLM(str(directory), prefill_chunk=16, speculative_method="none") as llm:
         return answers(llm)
+
+
+def change(path: Path, *, config: dict[str, Any] | None = None, **weights: Any) -> None:
+    """Replace entries of a directory's config.json and weights; None removes a weight."""
+    known = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(known | (config or {})))
+    arrays: Any = mx.load(str(path / "model.safetensors"))
+    arrays |= {name.replace("__", "."): array for name, array in weights.items()}
+    kept = {
+        name: array if array.dtype == mx.int64 or name == "t2d" else array.astype(mx.bfloat16)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), kept, {"format": "mlx"})
 
 
 def drafts_after(

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from drafting import GREEDY, answers, drafts_after, plain, prompts
+from drafting import GREEDY, answers, change, drafts_after, plain, prompts
 from submitted import Killer, ask, check, submitted
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
@@ -20,11 +20,11 @@ from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, ModelError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
-from tandem.models.eagle3 import describe_draft, read_eagle3
+from tandem.models.draft_heads import describe_draft, read_eagle3
 from tandem.models.footprint import rank_position, rank_weights
 from tandem.models.sources import has_mlx_vlm
 from tandem.protocol.request import EngineRequest
-from tandem.runner.heads.eagle3 import load_eagle3
+from tandem.runner.heads.separate import load_eagle3
 from tandem.testing import tiny_model
 
 pytestmark = [
@@ -58,20 +58,6 @@ def eagle3(model: Path, **changes: Any) -> Path:
     mx.save_safetensors(str(path / "model.safetensors"), arrays)
     change(path, **changes)
     return path
-
-
-def change(path: Path, *, config: dict[str, Any] | None = None, **weights: Any) -> None:
-    """Replace entries of a directory's config.json and weights; None removes a weight."""
-    known = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(known | (config or {})))
-    arrays: Any = mx.load(str(path / "model.safetensors"))
-    arrays |= {name.replace("__", "."): array for name, array in weights.items()}
-    kept = {
-        name: array if array.dtype == mx.int64 or name == "t2d" else array.astype(mx.bfloat16)
-        for name, array in arrays.items()
-        if array is not None
-    }
-    mx.save_safetensors(str(path / "model.safetensors"), kept, {"format": "mlx"})
 
 
 def planted(directory: Path, family: str = "llama", right: float = 1.0, *, embedding: bool = False) -> tuple[Path, Path]:

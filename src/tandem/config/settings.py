@@ -244,13 +244,13 @@ class SchedulerSettings:
 class SpeculationSettings:
     """Speculative decoding: several tokens of a sequence in one step, where they could be guessed."""
 
-    speculative_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle3"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle3", "dflash"] = "auto"
     """How tokens are guessed. ngram: what followed earlier in the same prompt and answer; draft_model: by a small
-    model; mtp: by the draft head that the checkpoint carries; eagle3: by an EAGLE-3 head. Answers stay what they are
+    model; mtp: by the draft head that the checkpoint carries; eagle3, dflash: by a head of that kind. Answers stay what they are
     without it, and where it does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named,
     else mtp if there is a head, else none."""
     draft_model: Filled | None = None
-    """Small model of the same tokenizer, or EAGLE-3 head: file, directory, hub id; the rank that samples loads all
+    """Small model of the same tokenizer, or EAGLE-3 or DFlash head: file, directory, hub id; the rank that samples loads all
     of it."""
     num_speculative_tokens: Drafts = 5
     """Most tokens that are guessed for a sequence at once."""

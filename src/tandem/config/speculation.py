@@ -52,7 +52,8 @@ def _resolved(settings: SpeculationSettings, head: bool) -> SpeculationSettings:
     method, model = settings.speculative_method, settings.draft_model
     if method == "auto":
         method = "draft_model" if model else "mtp" if head else "none"
-    named = {"draft_model": "a small model with the same tokenizer", "eagle3": "the head's directory or hub id"}
+    named = {"draft_model": "a small model with the same tokenizer"}
+    named |= dict.fromkeys(("eagle3", "dflash"), "the head's directory or hub id")
     if method in named and not model:
         raise ConfigError(f"--speculative-method {method}: needs --draft-model MODEL, {named[method]}", param="draft_model")
     if model and method not in named:

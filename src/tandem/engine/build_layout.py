@@ -28,8 +28,8 @@ from tandem.launchers.host_addresses import role_of, stage_memory, told_memory, 
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import adapter_elements, adapter_spec, read_adapter
 from tandem.models.description import ModelDescription, describe
+from tandem.models.draft_heads import is_dflash, is_eagle3, read_dflash, read_eagle3
 from tandem.models.dry_run import require_dry_run
-from tandem.models.eagle3 import is_eagle3, read_eagle3
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
@@ -132,7 +132,8 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     draft, captured = _find_draft_model(settings, files, description)
     _check_role(parallel, settings.scheduler.kv_disk, None if captured else draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
-    specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured) for spec in specs)
+    dflash = draft is not None and bool(captured) and is_dflash(read_config(draft.path))
+    specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured, dflash=dflash) for spec in specs)
     if captured:
         description = replace(description, payload_elements=(1 + len(captured)) * description.hidden_size)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
@@ -400,7 +401,7 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
 def _find_draft_model(
     settings: Settings, files: ModelFiles, description: ModelDescription
 ) -> tuple[ModelFiles | None, tuple[int, ...]]:
-    """Return the draft model or EAGLE-3 head that the settings name, and the layers whose outputs a head reads; (None, ())
+    """Return the draft model or head that the settings name, and the layers whose outputs a head reads; (None, ())
     without one.
 
     Raises ConfigError if its tokens differ from those of the model in `files`, ModelError if the model is unusable.
@@ -416,13 +417,14 @@ def _find_draft_model(
             param="draft_model",
         )
     draft = resolve(name)
-    if chosen.speculative_method == "eagle3":
-        require_mlx_vlm("EAGLE-3 heads are computed")
-        captured = read_eagle3(draft, description).layers
+    if chosen.speculative_method in ("eagle3", "dflash"):
+        require_mlx_vlm("EAGLE-3 and DFlash heads are computed")
+        captured = (read_eagle3 if chosen.speculative_method == "eagle3" else read_dflash)(draft, description).layers
         if not (draft.path / "tokenizer.json").is_file():  # most heads have none: their vocabulary is the model's
             return draft, captured
-    elif is_eagle3(read_config(draft.path)):
-        raise ConfigError(f"--draft-model {name}: is an EAGLE-3 head; add --speculative-method eagle3", param="draft_model")
+    elif is_eagle3(config := read_config(draft.path)) or is_dflash(config):
+        kind, method = ("an EAGLE-3", "eagle3") if is_eagle3(config) else ("a DFlash", "dflash")
+        raise ConfigError(f"--draft-model {name}: is {kind} head; add --speculative-method {method}", param="draft_model")
     ours = load_tokenizer(files, trust_remote_code=settings.model.trust_remote_code)
     theirs = load_tokenizer(draft, trust_remote_code=settings.model.trust_remote_code)
     for token in range(description.vocab_size if captured else max(description.vocab_size, describe(draft).vocab_size)):

@@ -114,7 +114,7 @@ def _speculation(settings: SpeculationSettings, layout: RankGroupLayout, ranks: 
         drafts=drafts,
         shortest=chosen.prompt_lookup_min,
         longest=chosen.prompt_lookup_max,
-        model=chosen.speculative_method in ("draft_model", "mtp", "eagle3"),
+        model=chosen.speculative_method in ("draft_model", "mtp", "eagle3", "dflash"),
     )
 
 

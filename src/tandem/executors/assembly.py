@@ -26,7 +26,7 @@ from tandem.loading.prefix import kinds_of, last_positions, members, trimmable
 from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
-from tandem.models.eagle3 import describe_draft
+from tandem.models.draft_heads import describe_draft
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, picture_bytes, rank_weights, token_bytes, tower_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
@@ -34,8 +34,8 @@ from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
-from tandem.runner.heads.eagle3 import load_eagle3
 from tandem.runner.heads.mtp import load_mtp_head
+from tandem.runner.heads.separate import load_dflash, load_eagle3
 from tandem.runner.links import StageLink
 from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pictures import Encoder, EncoderProcess, PictureFeatures
@@ -129,7 +129,7 @@ def load_drafter(spec: StageSpec, target: StageModel, model_files: ModelFiles | 
         head = _draft_files(spec) if spec.captured_layers else files
         log.info("Loading draft head: %s", head.name)
         if spec.captured_layers:
-            return drafter(load_eagle3(head, files, target, dequantize=dequantize))
+            return drafter((load_dflash if spec.dflash else load_eagle3)(head, files, target, dequantize=dequantize))
         return drafter(load_mtp_head(files, describe(files), target, dequantize=dequantize))
     files = _draft_files(spec)
     description = describe(files)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,6 @@ from tandem.comm.group import dispatch
 from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
 from tandem.kv.files import DiskBlockFiles, Kind, Layer, Part, Unusable
-from tandem.kv.parts import KVSlice
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.loading.prefix import BY_POSITION, LAST_POSITIONS, STORABLE, Prefix, last_positions, with_arrays
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
@@ -254,6 +253,17 @@ class _Span:
         return [[side[:, :, where] for side in layer] for layer in self._arrays]
 
 
+class HeadKV(NamedTuple):
+    """A draft head's KV, in files of its own beside those of the same disk blocks."""
+
+    layers: Layers
+    part: Part
+    stored: Callable[[str], Prefix | None]
+    """Called with the key of a prefix or sequence that is stored."""
+    fetched: Callable[[str, Prefix], None]
+    """Called with the key of a prefix that is taken, if the disk has the head's part of it."""
+
+
 def _revived(layers: Layers, arrived: _Arrived) -> Prefix:
     whole = arrived.arrays
     if arrived.dtype == "bfloat16":
@@ -275,9 +285,10 @@ class KVDisk:
         """Bytes queued for writing."""
         self._arrived: dict[str, _Arrived | None] = {}
         """Fetched prefixes by key; None for one that could not be read."""
-        self._head: tuple[Layers, Part] | None = None
+        self.head: HeadKV | None = None
+        """A draft head's KV, which is kept too; set before any order."""
         self._head_arrived: dict[str, _Arrived] = {}
-        """A draft head's part of fetched prefixes, where the disk has it."""
+        """The head's part of fetched prefixes, where the disk has it."""
         self._quiet_until = 0.0
         self.names = files.names()
         """Names of the disk blocks present at the start."""
@@ -295,22 +306,10 @@ class KVDisk:
         """Endpoint that serves these files to other ranks; empty if not served."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
-    def add_head(self, layers: Layers, where: KVSlice) -> None:
-        """Keep a draft head's KV too, in files of its own beside those of the same disk blocks. Call it before any order."""
-        self._head = layers, Part(where, layers.kind)
-
-    def store_head(self, op: StoreOp, prefix: Prefix) -> None:
-        """Queue the head's part of disk blocks for writing. Call it before `store`, whose report says that all is written."""
-        assert self._head is not None
-        self._store_blocks(op, prefix, *self._head)
-
-    def take_head(self, key: str) -> Prefix | None:
-        """Return and forget the head's part of a fetched prefix; None if the disk did not have it."""
-        arrived = self._head_arrived.pop(key, None)
-        return None if arrived is None or self._head is None else _revived(self._head[0], arrived)
-
     def store(self, op: StoreOp, prefix: Prefix) -> None:
         """Queue disk blocks and checkpoints of a prefix for writing."""
+        if self.head is not None and (own := self.head.stored(op.key)) is not None:  # first, as the others are reported
+            self._store_blocks(op, own, self.head.layers, self.head.part)
         self._store_blocks(op, prefix, self._layers)
         for number, name in op.disk_blocks:
             if not is_checkpoint(name):
@@ -322,7 +321,8 @@ class KVDisk:
             self._queue(taken, _Span(layers, "uint8"), nbytes, op.awaited)
 
     def _store_blocks(self, op: StoreOp, prefix: Prefix, layers: Layers, part: Part | None = None) -> None:
-        blocks = [one for one in op.disk_blocks if not is_checkpoint(one[1])]
+        length = prefix.length // DISK_BLOCK_SIZE
+        blocks = [one for one in op.disk_blocks if one[0] < length and not is_checkpoint(one[1])]
         # Consecutive numbers have a constant distance to their list index.
         for _, run in itertools.groupby(enumerate(blocks), lambda one: one[1][0] - one[0]):
             disk_blocks = [disk_block for _, disk_block in run]
@@ -367,6 +367,8 @@ class KVDisk:
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
+        if self.head is not None and (own := self._head_arrived.pop(key, None)) is not None:
+            self.head.fetched(key, _revived(self.head.layers, own))
         return _revived(self._layers, arrived)
 
     def drop(self, key: str) -> None:
@@ -440,8 +442,8 @@ class KVDisk:
             # Later blocks are useless without this one and are stored again with it; so are blocks that do not match.
             lost = order.names[number:] if isinstance(error, Unusable) else order.names
             arrived = None
-        if arrived is not None and self._head is not None:
-            self._read_head(order, self._head[1])
+        if arrived is not None and self.head is not None:
+            self._read_head(order, self.head.part)
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes, self._files.brought - before, late))
 

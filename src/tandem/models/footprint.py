@@ -112,6 +112,7 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
         return own
     if spec.captured_layers and not draft.embed_bytes:
         shared = own_embedding(description, spec.layers[0], spec.tp_size)
+        shared += description.head_bytes if spec.dflash and spec.tp_size > 1 else 0
         own += int(shared * expansion(description, spec.dtype, expand, gpu=gpu))
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
 

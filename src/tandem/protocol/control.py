@@ -220,7 +220,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     kv_bytes_per_token: int = 0
     """KV bytes per token over all ranks of one replica."""
     speculation: str = ""
-    """`ngram`, `draft_model`, `mtp`, `eagle3`, or `off` (with the reason if the model does not support it)."""
+    """`ngram`, `draft_model`, `mtp`, `eagle3`, `dflash`, or `off` (with the reason if the model does not support it)."""
     load_s: float = 0.0
     """Seconds that the current ranks took from start to ready."""
     degraded: str = ""

@@ -102,9 +102,11 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     drafts: int = 0
     """Maximum draft tokens per sequence and step; 0 without speculative decoding."""
     draft_path: str = ""
-    """Directory of the draft model or EAGLE-3 head, used by the sampling rank; empty for none."""
+    """Directory of the draft model or head, used by the sampling rank; empty for none."""
     captured_layers: tuple[int, ...] = ()
-    """Layers whose outputs travel to the sampling rank, for an EAGLE-3 head at `draft_path`; empty for another or none."""
+    """Layers whose outputs travel to the sampling rank, for a head at `draft_path`; empty for another or none."""
+    dflash: bool = False
+    """True if that head is a DFlash one, False for EAGLE-3."""
     mtp: bool = False
     """True if the sampling rank loads the draft head that the model carries."""
     trust_remote_code: bool = False

@@ -9,23 +9,25 @@ are left out of the head's KV: only its accuracy suffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.kv.files import Part
 from tandem.kv.parts import KVSlice
-from tandem.kv.store import KVDisk
+from tandem.kv.store import HeadKV, KVDisk
 from tandem.loading.prefix import Prefix, trimmable
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
-from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE, StoreOp
+from tandem.protocol.kv_blocks import BLOCK_SIZE
 from tandem.protocol.step import SavePrefixOp, SpecDecodeRow, StepPlan, accepted
-from tandem.runner.heads.eagle3 import Eagle3Head
 from tandem.runner.heads.mtp import MTPHead
 from tandem.runner.heads.prefix import HeadPrefix, disk_layers
+from tandem.runner.heads.separate import DFlashHead, Eagle3Head
 from tandem.runner.kv_store import KVStore
 
 CHUNK = 512
@@ -138,7 +140,6 @@ class Drafter:
         self._known: dict[str, _Known] = {}
         self._prefixes: dict[str, HeadPrefix] = {}
         """A head's part of cached prefixes, by their keys."""
-        self._disk: KVDisk | None = None
         self._asked = True
         """True unless the last plan that decoded asked for no drafts."""
         self._room = 0
@@ -153,13 +154,12 @@ class Drafter:
     @property
     def prefix_bytes(self) -> int:
         """Bytes of a head's KV in cached prefixes."""
-        return sum(array.nbytes for kept in self._prefixes.values() for array in kept.arrays)
+        return sum(array.nbytes for kept in self._prefixes.values() for array in (*kept.kv.arrays, kept.ends))
 
     def keep_on(self, disk: KVDisk, where: KVSlice, dtype: mx.Dtype) -> None:
         """Keep a head's KV on disk too, in the files of slice `where`. `dtype`: compute type."""
         if self._head is not None and (layers := disk_layers(self._head, dtype)) is not None:
-            disk.add_head(layers, where)
-            self._disk = disk
+            disk.head = HeadKV(layers, Part(where, layers.kind), self._stored, self._fetched)
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
@@ -174,8 +174,6 @@ class Drafter:
             self._known[insert.request_id] = _Known(list(insert.tokens), reads, first, first)
         for op in plan.restores:
             known = self._known[op.request_id]
-            if self._disk is not None and self._head is not None and (read := self._disk.take_head(op.key)) is not None:
-                self._prefixes[op.key] = HeadPrefix.revived(read, self._head.width)
             if op.key in self._prefixes and op.length > 1 and known.reads:
                 kept, blocks = self._prefixes[op.key], op.length // BLOCK_SIZE
                 known.held, known.caches, known.ends = op.length, kept.kv.revived(op.length - 1), kept.ends[:, :blocks]
@@ -213,21 +211,11 @@ class Drafter:
         held = self._part(op.request_id, op.length)
         if held is not None and held.kv.length == op.length - 1:
             self._prefixes[op.key] = kept = HeadPrefix(held.kv.copied(), mx.contiguous(held.ends))
-            dispatch(kept.arrays)
-
-    def store(self, op: StoreOp) -> None:
-        """Queue a head's KV for writing: of disk blocks of a cached prefix or a sequence, as far as it was read."""
-        if self._disk is None or (held := self._prefixes.get(op.key) or self._part(op.key)) is None:
-            return
-        whole = held.stored()
-        blocks = [one for one in op.disk_blocks if (one[0] + 1) * DISK_BLOCK_SIZE <= whole.length]
-        self._disk.store_head(StoreOp(op.key, blocks, op.awaited), whole)
+            dispatch(kept.kv.arrays, kept.ends)
 
     def evict(self, key: str) -> None:
         """Drop what is kept of a cached prefix, if anything."""
         self._prefixes.pop(key, None)
-        if self._disk is not None:
-            self._disk.take_head(key)
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
         """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
@@ -241,6 +229,8 @@ class Drafter:
                 known.held += min(known.tried, taken)
             known.tried = 0
             known.tokens += [max(token, 0) for token in tokens[: taken + 1]]
+        if isinstance(self._head, DFlashHead):
+            return self._guess_blocks(self._head, sampled, count)
         ready = {request_id for request_id in sampled if self._catch_up(request_id, store)}
         for request_id in store.ids:
             if request_id not in ready:
@@ -252,8 +242,7 @@ class Drafter:
     def _note(self, known: _Known, position: int, hidden: mx.array, row: int, count: int) -> None:
         """Store states for a head, and of each KV block that ends there one more. Those of rejected drafts are replaced."""
         assert self._head is not None
-        if hidden.shape[-1] > self._head.width:
-            hidden = hidden[..., -self._head.width :]
+        hidden = hidden[..., -self._head.width :]
         known.note(position, hidden, row, count)
         blocks = position // BLOCK_SIZE
         before = [] if known.ends is None or not blocks else [known.ends[:, :blocks]]
@@ -261,6 +250,15 @@ class Drafter:
         if ends.shape[1] and sum(one.shape[1] for one in before) == blocks:
             known.ends = mx.contiguous(mx.concatenate([*before, ends], axis=1))
             dispatch(known.ends)
+
+    def _stored(self, key: str) -> Prefix | None:
+        """Return a head's part of a cached prefix or a sequence, as far as it was read, for the disk."""
+        held = self._prefixes.get(key) or self._part(key)
+        return held.stored() if held is not None else None
+
+    def _fetched(self, key: str, prefix: Prefix) -> None:
+        assert self._head is not None
+        self._prefixes[key] = HeadPrefix.revived(prefix, self._head.width)
 
     def _part(self, request_id: str, most: int | None = None) -> HeadPrefix | None:
         """Return the head's part of a sequence up to the end of a KV block, `most` tokens at most; None if positions are
@@ -355,6 +353,26 @@ class Drafter:
         found = mx.stack(guesses, axis=1)
         dispatch(found)
         return Drafted(ids, found)
+
+    def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int) -> Drafted | None:
+        """Guess a block of tokens for each sequence whose states are known, one after another."""
+        found: dict[str, mx.array] = {}
+        for one in ids:
+            known = self._known[one]
+            lacks = len(known.tokens) - known.held
+            if not known.reads or not 0 < lacks <= known.pending:
+                continue
+            caches: list[Any] = known.caches or head.make_caches()
+            known.caches = caches
+            for cache in caches:
+                cache.trim(max(int(cache.offset) - known.row_length, 0))
+            found[one] = head.block(known.tokens[-1], head.states(known.read(lacks)), caches, count)
+            known.held = len(known.tokens)
+        if not found:
+            return None
+        tokens = mx.concatenate(list(found.values()))
+        dispatch(tokens)
+        return Drafted(list(found), tokens)
 
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.

@@ -189,8 +189,6 @@ class Runner:
                 if op.last and op.samples:
                     micro_batch.join(op.request_id)
         for store in plan.stores:
-            if self.drafter is not None:
-                self.drafter.store(store)
             self._prefixes.store(store)
         for key in plan.evicts:
             self._prefixes.evict(key)
@@ -222,8 +220,6 @@ class Runner:
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
-        if self.drafter is not None:
-            self.drafter.store(op)
         self.disk.store(op, Prefix.of(caches, length))
 
     def _update_tokens(self, plan: StepPlan) -> None:

@@ -15,7 +15,7 @@ from tandem.kv.budget import held_sequences
 from tandem.launchers.host_addresses import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.description import ModelDescription
-from tandem.models.eagle3 import describe_draft
+from tandem.models.draft_heads import describe_draft
 from tandem.models.footprint import picture_bytes, rank_position, rank_states, rank_weights
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
@@ -161,7 +161,7 @@ def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int
 
 
 def _draft(layout: RankGroupLayout, spec: StageSpec) -> ModelDescription | None:
-    """Return the draft model or EAGLE-3 head of the rank, which only the sampling stage has; else None."""
+    """Return the draft model or head of the rank, which only the sampling stage has; else None."""
     if not (spec.samples and spec.draft_path):
         return None
     files = ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name)

@@ -13,8 +13,8 @@ from tandem.loading.pipeline_model import unevaluated
 from tandem.loading.prefix import Prefix, each_array, kinds_of, members, trimmable
 from tandem.loading.stage import CacheMember
 from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
-from tandem.runner.heads.eagle3 import Eagle3Head
 from tandem.runner.heads.mtp import MTPHead
+from tandem.runner.heads.separate import Eagle3Head
 
 
 class HeadPrefix(NamedTuple):
@@ -24,11 +24,6 @@ class HeadPrefix(NamedTuple):
     """KV of all tokens but the first, which the head does not read."""
     ends: mx.array
     """Hidden states [1, blocks, W] of the model at the last position of each KV block, from which the head goes on."""
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All arrays."""
-        return [*self.kv.arrays, self.ends]
 
     def stored(self) -> Prefix:
         """Return whole disk blocks: KV of each token at its place, zeros for the first one, and the states as one more cache."""
