@@ -266,7 +266,7 @@ DIFFERS = [
         "draft models and EAGLE not in TP",
         "`--draft-model` in every layout; multi-token prediction for "
         "[some families](speculation.md#guesses-from-the-checkpoints-draft-head), EAGLE-3 for "
-        "[Llama and Qwen3](speculation.md#guesses-from-an-eagle-3-head); EAGLE 1 and 2 are not there",
+        "[Llama and Qwen3](speculation.md#guesses-from-an-eagle-3-or-dflash-head); EAGLE 1 and 2 are not there",
         "their heads are no part of mlx-lm or mlx-vlm",
     ),
     ("tensor parallelism only", "pipeline parallelism as well, and both", "stages need less of the link"),
