@@ -85,7 +85,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Slice of a rank's KV with files of its own, and what these contain; None accepts any."""
 
     slice: KVSlice
@@ -155,7 +155,7 @@ class DiskBlockFiles:
         """Open the directory. `limit`: maximum bytes of all files in `directory`, including other spaces; `most`: of one
         file. Files of another `kind` count as damaged; None accepts any. Raises UsageError."""
         open_directory(directory, space)
-        self.part = Part(need, kind)
+        self.part = FilePart(need, kind)
         """Layers and heads of this rank."""
         self._root, self._limit, self._most = directory, limit, most
         self._space = space
@@ -206,13 +206,13 @@ class DiskBlockFiles:
             if any(part not in self._parts.get(name, ()) for layer in self._sources(name) or () for part, _ in layer)
         ]
 
-    def _sources(self, name: bytes, wanted: Part | None = None) -> list[list[tuple[KVSlice, range]]] | None:
+    def _sources(self, name: bytes, wanted: FilePart | None = None) -> list[list[tuple[KVSlice, range]]] | None:
         """Return for each layer the slices to read, and which of their heads; None if some are missing."""
         wanted = wanted or self.part
         whole = wanted.kind.whole if wanted.kind else frozenset()
         return sources(wanted.slice, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())), whole)
 
-    def read(self, name: bytes, wanted: Part | None = None) -> tuple[list[Layer], str, int]:
+    def read(self, name: bytes, wanted: FilePart | None = None) -> tuple[list[Layer], str, int]:
         """Return keys and values of each layer of `wanted` (the rank's own part if None), MLX's name of their type, and the
         bytes read. Raises Unusable."""
         wanted = wanted or self.part
@@ -241,7 +241,7 @@ class DiskBlockFiles:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
         return layers, types.pop(), sum(array.nbytes for _, held in files.values() for layer in held for array in layer)
 
-    def _load(self, name: bytes, part: KVSlice, wanted: Part) -> tuple[_Header, list[Layer]]:
+    def _load(self, name: bytes, part: KVSlice, wanted: FilePart) -> tuple[_Header, list[Layer]]:
         path = self._path / _file(name, part)
         borrowed = part not in self._parts.get(name, [])
         try:
@@ -290,7 +290,7 @@ class DiskBlockFiles:
             os.utime(path)
         return data
 
-    def write(self, name: bytes, layers: list[Layer], dtype: str, part: Part | None = None) -> int:
+    def write(self, name: bytes, layers: list[Layer], dtype: str, part: FilePart | None = None) -> int:
         """Write `part` of a disk block (None: this rank's); return the bytes written. Raises OSError, with nothing left
         behind."""
         own = (part or self.part).slice
@@ -404,7 +404,7 @@ class DiskBlockFiles:
                     os.unlink(file)
 
 
-def _require_kind(header: _Header, part: KVSlice, wanted: Part) -> None:
+def _require_kind(header: _Header, part: KVSlice, wanted: FilePart) -> None:
     """Raise ValueError if type or shapes differ from the model's, so the KV is unusable."""
     checkpoint, kind = is_checkpoint(header.name), wanted.kind
     if not checkpoint and any(len(one) != 4 or one[2] != DISK_BLOCK_SIZE for layer in header.shapes for one in layer):

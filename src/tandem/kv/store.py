@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from tandem.comm.group import dispatch
 from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
-from tandem.kv.files import DiskBlockFiles, Kind, Layer, Part, Unusable
+from tandem.kv.files import DiskBlockFiles, FilePart, Kind, Layer, Unusable
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.loading.prefix import BY_POSITION, LAST_POSITIONS, STORABLE, Prefix, last_positions, with_arrays
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
@@ -229,7 +229,7 @@ class _Span:
     """Consecutive disk blocks queued for writing, or a checkpoint, with one copy of each array."""
 
     def __init__(
-        self, layers: Sequence[Sequence[mx.array]], dtype: str, first: int | None = None, part: Part | None = None
+        self, layers: Sequence[Sequence[mx.array]], dtype: str, first: int | None = None, part: FilePart | None = None
     ) -> None:
         """Copy the arrays of each layer. `dtype`: name of their type; `first`: number of the first disk block, None for a
         checkpoint; `part`: what they are, None for the rank's own layers."""
@@ -254,14 +254,13 @@ class _Span:
 
 
 class HeadKV(NamedTuple):
-    """A draft head's KV, in files of its own beside those of the same disk blocks."""
+    """A draft head's KV, in files of its own. `stored` is called with the key of a prefix or sequence that is written, `fetched`
+    with that of a prefix that is taken, where the disk has the head's part."""
 
     layers: Layers
-    part: Part
+    part: FilePart
     stored: Callable[[str], Prefix | None]
-    """Called with the key of a prefix or sequence that is stored."""
     fetched: Callable[[str, Prefix], None]
-    """Called with the key of a prefix that is taken, if the disk has the head's part of it."""
 
 
 def _revived(layers: Layers, arrived: _Arrived) -> Prefix:
@@ -288,7 +287,6 @@ class KVDisk:
         self.head: HeadKV | None = None
         """A draft head's KV, which is kept too; set before any order."""
         self._head_arrived: dict[str, _Arrived] = {}
-        """The head's part of fetched prefixes, where the disk has it."""
         self._quiet_until = 0.0
         self.names = files.names()
         """Names of the disk blocks present at the start."""
@@ -320,9 +318,8 @@ class KVDisk:
             taken, nbytes = self._accepted([(number, name)], layers)
             self._queue(taken, _Span(layers, "uint8"), nbytes, op.awaited)
 
-    def _store_blocks(self, op: StoreOp, prefix: Prefix, layers: Layers, part: Part | None = None) -> None:
-        length = prefix.length // DISK_BLOCK_SIZE
-        blocks = [one for one in op.disk_blocks if one[0] < length and not is_checkpoint(one[1])]
+    def _store_blocks(self, op: StoreOp, prefix: Prefix, layers: Layers, part: FilePart | None = None) -> None:
+        blocks = [one for one in op.disk_blocks if one[0] < prefix.length // DISK_BLOCK_SIZE and not is_checkpoint(one[1])]
         # Consecutive numbers have a constant distance to their list index.
         for _, run in itertools.groupby(enumerate(blocks), lambda one: one[1][0] - one[0]):
             disk_blocks = [disk_block for _, disk_block in run]
@@ -447,7 +444,7 @@ class KVDisk:
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes, self._files.brought - before, late))
 
-    def _read_head(self, order: Fetch, part: Part) -> None:
+    def _read_head(self, order: Fetch, part: FilePart) -> None:
         """Read a draft head's part of a prefix. Where some is missing or damaged, the head starts anew."""
         names, arrived = [name for name in order.names if not is_checkpoint(name)], None
         with suppress(Unusable, MemoryError, ValueError):

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync, UnsupportedModel
-from tandem.kv.files import Part
+from tandem.kv.files import FilePart
 from tandem.kv.parts import KVSlice
 from tandem.kv.store import HeadKV, KVDisk
 from tandem.loading.prefix import Prefix, trimmable
@@ -159,7 +159,7 @@ class Drafter:
     def keep_on(self, disk: KVDisk, where: KVSlice, dtype: mx.Dtype) -> None:
         """Keep a head's KV on disk too, in the files of slice `where`. `dtype`: compute type."""
         if self._head is not None and (layers := disk_layers(self._head, dtype)) is not None:
-            disk.head = HeadKV(layers, Part(where, layers.kind), self._stored, self._fetched)
+            disk.head = HeadKV(layers, FilePart(where, layers.kind), self._stored, self._fetched)
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
