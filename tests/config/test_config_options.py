@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.foreign import REMEDIES, remedy
+from tandem.config.foreign import remedy, table
 from tandem.config.options import ALIASES, by_name, field_docs, options
 from tandem.errors import ConfigError
 
@@ -93,8 +92,10 @@ def test_a_field_without_docstring_is_an_error():
 
 def test_remedies_of_foreign_flags_name_flags_that_exist():
     known = {flag for option in options() for flag in (option.flag, *ALIASES.get(option.name, ()))} | {"--quant"}
-    foreign = {word: told for word, told in REMEDIES.items() if word.startswith("-")}
+    foreign = table()["flags"]
     assert foreign.keys().isdisjoint(known - {"--quant"})
-    named = {flag for told in foreign.values() for flag in re.findall(r"use (--\S+)", told)}
-    assert {flag.replace("--no-", "--", 1) for flag in named} <= known
+    assert {flag.replace("--no-", "--", 1) for flag in foreign.values() if flag not in ("", "HF_HOME")} <= known
+    assert remedy("--max-num-batched-tokens", ["--prefill-chunk"]) == "; --max-num-batched-tokens: use --prefill-chunk here"
+    assert remedy("--max-num-batched-tokens") == ""
+    assert remedy("--flash-attn") == "; --flash-attn: not needed here, leave it out"
     assert remedy("--port") == ""

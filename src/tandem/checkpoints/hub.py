@@ -174,17 +174,13 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except TandemError:
         raise
     except ANSWER_ERRORS as error:
+        why = f"no such directory here, and the hub cannot be reached ({line(error)}); name a local directory or try again online"
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-            raise ModelNotFound(
-                f"{where}: the disk of {hub_dir()} is full; what has arrived is kept: free space (`tandem model list`, `rm` and "
-                "`prune`) or set HF_HUB_CACHE to another disk, and run the command again"
-            ) from error
-        if isinstance(error, OSError) and error.filename is not None:  # a file here, not the hub
-            raise ModelNotFound(f"{where}: its cache cannot be used ({line(error)}); set HF_HUB_CACHE to another") from error
-        raise ModelNotFound(
-            f"{where}: no such directory here, and the hub cannot be reached ({line(error)}); name a local directory "
-            "or try again online"
-        ) from error
+            why = f"the disk of {hub_dir()} is full; what has arrived is kept: free space (`tandem model list`, `rm` and `prune`)"
+            why += " or set HF_HUB_CACHE to another disk, and run the command again"
+        elif isinstance(error, OSError) and error.filename is not None:  # a file here, not the hub
+            why = f"its cache cannot be used ({line(error)}); set HF_HUB_CACHE to another"
+        raise ModelNotFound(f"{where}: {why}") from error
 
 
 def line(error: BaseException) -> str:

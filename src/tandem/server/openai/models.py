@@ -94,11 +94,12 @@ async def model(http: Request, model_id: str) -> Response:
 async def load_lora_adapter(http: Request) -> Response:
     """Load a LoRA adapter beside its base; respond when all engines have it (vLLM)."""
     body = await parse(http, LoadLoRAAdapterRequest)
-    served, names = await acquire(http, body.base_model_name), {one.name: one.adapter for one in get_api(http).listed()}
+    served, names = await acquire(http, body.base_model_name), {one.name for one in get_api(http).listed()}
     served.status()
     if body.lora_name in names or not usable_name(body.lora_name):
-        why = "has already been loaded; unload it first" if names.get(body.lora_name) else "cannot be a model's name"
-        why = "has the name of a model; choose another" if names.get(body.lora_name) == "" else why
+        loaded = any(body.lora_name in one.client.adapters for one in get_api(http).served)
+        taken = "has already been loaded; unload it first" if loaded else "has the name of a model; choose another"
+        why = taken if body.lora_name in names else "cannot be a model's name"
         raise RequestError(f"The lora adapter '{body.lora_name[:200]}' {why}.", param="lora_name", code="adapter_refused")
     await served.client.change_adapter(body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
