@@ -118,7 +118,8 @@ def test_the_commands_of_the_page_lead_to_an_answer(make_machines: Callable[[int
     ]
     assert "paired with Mac" in machines.run("h0", write, stdin=f"{code}\n", timeout=WAIT_S).stderr
     hosts = json.loads((machines["h0"].home / "hosts.json").read_text())["hosts"]
-    assert hosts == [{"ssh": "localhost", "ips": ["10.254.0.1"]}, {"ssh": "agent:Mac", "ips": ["10.254.0.2"]}]
+    assert [(one["ssh"], one["ips"]) for one in hosts] == [("localhost", ["10.254.0.1"]), ("agent:Mac", ["10.254.0.2"])]
+    assert [one["chip"] for one in hosts] == ["m4-max", "m4-max"] and all(one["memory"] for one in hosts)
     machines.run("h0", doctor, timeout=WAIT_S)
     log = tmp_path / "serve.log"
     server = first.start(serve, log)

@@ -251,8 +251,7 @@ class SpeculationSettings:
     without it, and where it does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named,
     else mtp if there is a head, else none."""
     draft_model: Filled | None = None
-    """Small model of the same tokenizer, or EAGLE-3 or DFlash head: file, directory, hub id; the rank that samples loads all
-    of it."""
+    """Path or hub id of a small model, or of an EAGLE-3 or DFlash head; the rank that samples loads all of it."""
     num_speculative_tokens: Drafts = 5
     """Most tokens that are guessed for a sequence at once."""
     prompt_lookup_max: Lookup = 5
