@@ -10,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from submitted import ask
+from submitted import Killer, ask, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
+from tandem.protocol.request import EngineRequest
 from tandem.runner.drafter import Drafted, Drafter
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -35,6 +36,16 @@ def answers(llm: LLM) -> list[list[list[int]]]:
 def plain(directory: Path) -> list[list[list[int]]]:
     with LLM(str(directory), prefill_chunk=16, speculative_method="none") as llm:
         return answers(llm)
+
+
+def answers_amid_a_kill(llm: LLM) -> list[list[int]]:
+    """Greedy answers to the prompts, of which a rank is killed once 20 drafts have been accepted."""
+    requests = [EngineRequest(request_id=str(i), prompt=prompt, params=GREEDY) for i, prompt in enumerate(prompts())]
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    for message in submitted(llm, requests, Killer(llm, lambda _: llm.engine.status().accepted_tokens > 20)):
+        tokens[message.request_id].extend(message.tokens)
+    assert llm.engine.restarts == 1
+    return list(tokens.values())
 
 
 def change(path: Path, *, config: dict[str, Any] | None = None, **weights: Any) -> None:
