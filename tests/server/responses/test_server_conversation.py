@@ -150,13 +150,13 @@ def test_it_survives_another_start_and_is_nobody_elses(keeps, engine):
 
 
 def test_responses_are_stored_by_default_where_there_is_a_journal(keeps, engine):
-    server = keeps(journal_max_gb=20_000 / 2**30)
+    server = keeps(journal_max_gb=60_000 / 2**30)
     client = server.openai()
     first = client.responses.create(model="tiny", input="One?")
     assert first.to_dict()["store"] is True
     client.responses.create(model="tiny", input="Two?", previous_response_id=first.id)
     assert prompt(engine) == "[user One?][assistant Blue.][user Two?]"
-    large = client.responses.create(model="tiny", input="x" * 12_000)
+    large = client.responses.create(model="tiny", input="x" * 32_000)
     assert (large.status, large.to_dict()["store"]) == ("completed", False), "more than half of the journal"
     assert client.responses.retrieve(first.id) == first
 
