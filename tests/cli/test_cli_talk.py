@@ -98,6 +98,7 @@ class Loaded:
     stream = staticmethod(lambda prompt, params: [str(prompt)])
     render_chat = staticmethod(lambda messages, variables: [sorted(variables.items())])
     encode = staticmethod(lambda *_: [])
+    template_reads, template_words = {"enable_thinking", "thinking", "reasoning_effort"}, {"none", "low"}
 
 
 def test_a_model_that_is_loaded_here_thinks_as_is_set():

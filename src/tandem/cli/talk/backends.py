@@ -12,6 +12,7 @@ from tandem.errors import UsageError
 from tandem.json_types import JsonMapping, JsonObject
 from tandem.protocol.request import SamplingDefaults, SamplingParams
 from tandem.system.http_client import ServerClient
+from tandem.text.thinking import thinking_variables
 
 if TYPE_CHECKING:
     from tandem.llm import LLM
@@ -67,8 +68,9 @@ class LocalModel:
         sampling = {**self._defaults, **params}
         asked: Prompt | list[int] = prompt
         if (effort := sampling.pop("reasoning_effort", None)) and not isinstance(prompt, str):
-            switches = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
-            asked = self.llm.tokenizer.render_chat(prompt, {**switches, "reasoning_effort": effort})
+            tokenizer = self.llm.tokenizer
+            variables = thinking_variables(tokenizer.template_reads, tokenizer.template_words, effort)
+            asked = tokenizer.render_chat(prompt, variables)
         text = ""
         try:
             for piece in self.llm.stream(asked, SamplingParams(**sampling)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -27,19 +27,15 @@ from tandem.server.openai.schemas import BUDGETS, ChatRequest, CompletionRequest
 from tandem.server.tools.choose import ANSWERS, THINKING, OutputFormat, OutputParser, output_parser, thinking_tokens, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
+from tandem.text.thinking import THINKING_VARIABLES, thinking_variables
 from tandem.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _AUTO = ToolChoice(mode="auto")
-LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Reasoning efforts in ascending order; `none` disables thinking."""
-_USUAL = frozenset({"low", "medium", "high"})
-"""Efforts assumed for a template that names fewer than two levels."""
 NO_THINKING = ThinkingTokens((-1,), (-1,))
 """Placeholder tags for a model that does not think; they match no token, so 0 reasoning tokens are counted."""
-_SWITCHES = ("enable_thinking", "thinking")
 _RESERVED = frozenset(
     {"self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "chat_template"}
 )
@@ -248,11 +244,6 @@ async def _form(
         raise invalid(param, f"Invalid '{param}': {error}.") from error
 
 
-# Chat template variables besides messages and tools. Templates read different ones: `reasoning_effort`
-# (gpt-oss, Mistral, DeepSeek V4), a switch called `enable_thinking` (Qwen3, GLM, Gemma 4, SmolLM3) or `thinking`
-# (DeepSeek V3.1, Kimi, Granite), or several of these.
-
-
 def template_variables(
     fields: ChatRequest, effort: ThinkingSettings, tokenizer: Tokenizer
 ) -> tuple[dict[str, object], list[str]]:
@@ -339,37 +330,7 @@ def add_thinking(effort: ThinkingSettings, tokenizer: Tokenizer, variables: dict
     reads = tokenizer.template_reads
     if effort.budget is not None and "thinking_budget" in reads:  # Seed
         variables.setdefault("thinking_budget", effort.budget)
-    if effort.think is None and effort.effort is None:
-        return []
-    think = effort.think if effort.think is not None or effort.effort is None else effort.effort != "none"
-    switches = [name for name in _SWITCHES if name in reads]
-    if think is not None:
-        for name in switches:
-            variables.setdefault(name, think)
-    if effort.effort is None:
-        return []
-    if "reasoning_effort" in reads:
-        if level := nearest(effort.effort, tokenizer.template_words, switched=bool(switches)):
-            variables.setdefault("reasoning_effort", level)
-    elif not switches:
-        return [effort.effort_field]
-    return []
-
-
-def nearest(effort: str, words: Collection[str], *, switched: bool) -> str | None:
-    """Return the effort in `words` (strings of the template) that is closest to `effort`; of two, the higher.
-
-    Return None for `none` if the template does not have that word but has a switch (`switched`).
-    """
-    told = {level for level in LEVELS if level in words}
-    levels = told if len(told) > 1 else _USUAL
-    if effort == "none":
-        if "none" in levels:
-            return "none"
-        if switched:
-            return None
-    place = LEVELS.index(effort)
-    return min(
-        (level for level in LEVELS if level in levels - {"none"}),
-        key=lambda level: (abs(LEVELS.index(level) - place), -LEVELS.index(level)),
-    )
+    thinking = thinking_variables(reads, tokenizer.template_words, effort.effort, effort.think)
+    for name, value in thinking.items():
+        variables.setdefault(name, value)
+    return [effort.effort_field] if effort.effort is not None and not reads.intersection(THINKING_VARIABLES) else []
