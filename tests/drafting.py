@@ -12,7 +12,10 @@ import pytest
 
 from submitted import Killer, ask, submitted
 from tandem import LLM, SamplingParams
+from tandem.checkpoints.resolve import resolve
 from tandem.engine.engine import Engine
+from tandem.models.draft_heads import describe_draft
+from tandem.models.footprint import rank_position, rank_weights
 from tandem.protocol.request import EngineRequest
 from tandem.runner.drafter import Drafted, Drafter
 
@@ -46,6 +49,23 @@ def answers_amid_a_kill(llm: LLM) -> list[list[int]]:
         tokens[message.request_id].extend(message.tokens)
     assert llm.engine.restarts == 1
     return list(tokens.values())
+
+
+def drafting(method: str, head: Path) -> dict[str, Any]:
+    return {"speculative_config": json.dumps({"method": method, "model": str(head), "num_speculative_tokens": 4})}
+
+
+def assert_weights_as_told(llm: LLM, head: Path) -> None:
+    """The estimates before loading are what the ranks hold then, the head included."""
+    layout = llm.engine.layout
+    drafts = [describe_draft(resolve(str(head)), spec, layout.description) if spec.samples else None for spec in layout.ranks]
+    expected = [
+        rank_weights(layout.description, spec, draft, gpu=False) for spec, draft in zip(layout.ranks, drafts, strict=True)
+    ]
+    assert [rank.weight_bytes for rank in ask(llm, Engine.status).ranks] == pytest.approx(expected, rel=0.01)
+    assert sum(ready.kv_bytes_per_token for ready in llm.engine.rank_group.ready) == sum(
+        rank_position(layout.description, spec, draft, gpu=False) for spec, draft in zip(layout.ranks, drafts, strict=True)
+    )
 
 
 def change(path: Path, *, config: dict[str, Any] | None = None, **weights: Any) -> None:

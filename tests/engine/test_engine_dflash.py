@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from drafting import GREEDY, answers, answers_amid_a_kill, change, drafts_after, plain, prompts
+from drafting import GREEDY, answers, answers_amid_a_kill, assert_weights_as_told, change, drafting, drafts_after, plain, prompts
 from submitted import ask
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
@@ -21,8 +21,6 @@ from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, ModelError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
-from tandem.models.draft_heads import describe_draft
-from tandem.models.footprint import rank_weights
 from tandem.models.sources import has_mlx_vlm
 from tandem.testing import tiny_model
 
@@ -81,22 +79,10 @@ def planted(directory: Path) -> tuple[Path, Path]:
     return model, dflash(model, **{name: mx.array(array) for name, array in own.items()})
 
 
-def drafting(head: Path) -> dict[str, Any]:
-    return {"speculative_config": json.dumps({"method": "dflash", "model": str(head), "num_speculative_tokens": 4})}
-
-
-def assert_weights_as_told(llm: LLM, head: Path) -> None:
-    """The estimates before loading are what the ranks hold then, the head included."""
-    layout, files = llm.engine.layout, resolve(str(head))
-    drafts = [describe_draft(files, spec, layout.description) if spec.samples else None for spec in layout.ranks]
-    told = [rank_weights(layout.description, spec, draft, gpu=False) for spec, draft in zip(layout.ranks, drafts, strict=True)]
-    assert [rank.weight_bytes for rank in ask(llm, Engine.status).ranks] == pytest.approx(told, rel=0.01)
-
-
 def test_drafts_of_a_head_that_is_mostly_right_change_no_token(tmp_path: Path) -> None:
     model, head = planted(tmp_path)
     expected = plain(model)
-    with LLM(str(model), prefill_chunk=16, **drafting(head)) as llm:
+    with LLM(str(model), prefill_chunk=16, **drafting("dflash", head)) as llm:
         assert answers(llm) == expected
         status = ask(llm, Engine.status)
         assert status.speculation == "dflash" and status.prefix_hits > 0
@@ -112,7 +98,7 @@ def test_layouts_give_the_tokens_of_plain_decoding_though_a_rank_dies_between_dr
     model, head = planted(tmp_path)
     with LLM(str(model), prefill_chunk=16, speculative_method="none") as llm:
         expected = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
-    with LLM(str(model), prefill_chunk=16, **drafting(head), **{f"{layout}_parallel_size": ranks}) as llm:
+    with LLM(str(model), prefill_chunk=16, **drafting("dflash", head), **{f"{layout}_parallel_size": ranks}) as llm:
         assert answers_amid_a_kill(llm) == expected
         assert_weights_as_told(llm, head)
         assert llm.engine.status().accepted_tokens > 0.7 * llm.engine.status().draft_tokens
@@ -125,7 +111,7 @@ def test_drafts_are_those_that_mlx_vlm_makes_after_prefix_hits_and_a_restart_too
     theirs = importlib.import_module("mlx_vlm.speculative.drafters.qwen3_dflash.dflash")
     model = tiny_model(tmp_path / "model", "qwen3", layers=4, dtype="float32")
     path = dflash(model)
-    drafts, *others = drafts_after(monkeypatch, model, [{}, {}], **drafting(path))
+    drafts, *others = drafts_after(monkeypatch, model, [{}, {}], **drafting("dflash", path))
     assert len(drafts) > 20 and others == [drafts] * 2
 
     with LLM(str(model), speculative_method="none") as llm:
@@ -164,7 +150,7 @@ def test_drafts_are_those_that_mlx_vlm_makes_after_prefix_hits_and_a_restart_too
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     model = tiny_model(tmp_path / "model", "qwen3", layers=4)
     with pytest.raises(ModelError) as error:
-        LLM(str(model), **drafting(dflash(model, **changes)))
+        LLM(str(model), **drafting("dflash", dflash(model, **changes)))
     assert words in error.value.message
 
 
@@ -172,6 +158,6 @@ def test_heads_are_refused_with_other_models_and_methods(tmp_path: Path) -> None
     other = tiny_model(tmp_path / "other", "llama", layers=4)
     head = dflash(other)
     with pytest.raises(ModelError, match="DFlash heads for llama are not read, those for qwen3 are"):
-        LLM(str(other), **drafting(head))
+        LLM(str(other), **drafting("dflash", head))
     with pytest.raises(ConfigError, match="is a DFlash head; add --speculative-method dflash"):
         LLM(str(other), draft_model=str(head))

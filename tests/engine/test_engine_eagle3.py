@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from drafting import GREEDY, answers, answers_amid_a_kill, change, drafts_after, plain, prompts
+from drafting import GREEDY, answers, answers_amid_a_kill, assert_weights_as_told, change, drafting, drafts_after, plain, prompts
 from submitted import ask, check
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
@@ -20,8 +20,7 @@ from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, ModelError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
-from tandem.models.draft_heads import describe_draft, read_eagle3
-from tandem.models.footprint import rank_position, rank_weights
+from tandem.models.draft_heads import read_eagle3
 from tandem.models.sources import has_mlx_vlm
 from tandem.runner.heads.separate import load_eagle3
 from tandem.testing import tiny_model
@@ -93,28 +92,11 @@ def planted(directory: Path, family: str = "llama", right: float = 1.0, *, embed
     return model, eagle3(model, **{name: mx.array(array) for name, array in head.items()})
 
 
-def drafting(head: Path) -> dict[str, Any]:
-    return {"speculative_config": json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 4})}
-
-
-def assert_weights_as_told(llm: LLM, head: Path) -> None:
-    """The estimates before loading are what the ranks hold then, the head included."""
-    layout = llm.engine.layout
-    drafts = [describe_draft(resolve(str(head)), spec, layout.description) if spec.samples else None for spec in layout.ranks]
-    expected = [
-        rank_weights(layout.description, spec, draft, gpu=False) for spec, draft in zip(layout.ranks, drafts, strict=True)
-    ]
-    assert [rank.weight_bytes for rank in ask(llm, Engine.status).ranks] == pytest.approx(expected, rel=0.01)
-    assert sum(ready.kv_bytes_per_token for ready in llm.engine.rank_group.ready) == sum(
-        rank_position(layout.description, spec, draft, gpu=False) for spec, draft in zip(layout.ranks, drafts, strict=True)
-    )
-
-
 @pytest.mark.parametrize(("family", "embedding"), [("llama", False), ("qwen3", True)])
 def test_a_head_that_is_right_is_always_accepted_after_prefix_hits_too(tmp_path: Path, family: str, embedding: bool) -> None:
     model, head = planted(tmp_path, family, embedding=embedding)
     expected = plain(model)
-    with LLM(str(model), prefill_chunk=16, **drafting(head)) as llm:
+    with LLM(str(model), prefill_chunk=16, **drafting("eagle3", head)) as llm:
         assert answers(llm) == expected
         status = ask(llm, Engine.status)
         assert status.speculation == "eagle3" and status.prefix_hits > 0
@@ -129,7 +111,7 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
     monkeypatch.setattr("tandem.runner.drafter.MOST_STATES", 5)  # asked again, it lacks positions
     model = tiny_model(tmp_path / "model", "qwen3", layers=4, config={"tie_word_embeddings": True})
     head, expected = eagle3(model), plain(model)
-    with LLM(str(model), prefill_chunk=16, kv_tokens=256, **drafting(head)) as llm:
+    with LLM(str(model), prefill_chunk=16, kv_tokens=256, **drafting("eagle3", head)) as llm:
         assert answers(llm) == expected
         check(llm)
         status = ask(llm, Engine.status)
@@ -141,7 +123,7 @@ def test_drafts_after_a_prefix_hit_are_those_after_the_whole_prompt_and_after_a_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(tmp_path / "model", layers=4)
-    first, *others = drafts_after(monkeypatch, model, [{}, {}], **drafting(eagle3(model)))
+    first, *others = drafts_after(monkeypatch, model, [{}, {}], **drafting("eagle3", eagle3(model)))
     assert first and others == [first] * 2
 
 
@@ -154,7 +136,7 @@ def test_layouts_give_the_tokens_of_plain_decoding_though_a_rank_dies_between_dr
     with LLM(str(model), prefill_chunk=16, speculative_method="none") as llm:
         expected = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
     ranks = {"pipeline": 3, "tensor": 2}[layout]
-    with LLM(str(model), prefill_chunk=16, **drafting(head), **{f"{layout}_parallel_size": ranks}) as llm:
+    with LLM(str(model), prefill_chunk=16, **drafting("eagle3", head), **{f"{layout}_parallel_size": ranks}) as llm:
         assert answers_amid_a_kill(llm) == expected
         assert_weights_as_told(llm, head)
         assert 0.4 < llm.engine.status().accepted_tokens / llm.engine.status().draft_tokens < 1
@@ -225,7 +207,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, An
     model = tiny_model(tmp_path / "model", layers=4)
     head = eagle3(model, **changes)
     with pytest.raises(ModelError) as error:
-        LLM(str(model), **drafting(head))
+        LLM(str(model), **drafting("eagle3", head))
     assert words in error.value.message
 
 
@@ -233,7 +215,7 @@ def test_heads_are_refused_with_other_models_methods_and_tokenizers(tmp_path: Pa
     model, other = tiny_model(tmp_path / "model", layers=4), tiny_model(tmp_path / "other", "qwen2", layers=4)
     head = eagle3(model)
     with pytest.raises(ModelError, match="heads for qwen2 are not read, those for llama and qwen3 are"):
-        LLM(str(other), **drafting(head))
+        LLM(str(other), **drafting("eagle3", head))
     with pytest.raises(ConfigError, match="is an EAGLE-3 head; add --speculative-method eagle3"):
         LLM(str(model), draft_model=str(head))
     with pytest.raises(ConfigError, match="needs --draft-model MODEL, the head's directory"):
@@ -246,4 +228,4 @@ def test_heads_are_refused_with_other_models_methods_and_tokenizers(tmp_path: Pa
         (head / name).write_text((model / name).read_text())
     (head / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="has another tokenizer than model: token"):
-        LLM(str(model), **drafting(head))
+        LLM(str(model), **drafting("eagle3", head))
