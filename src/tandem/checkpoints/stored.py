@@ -211,8 +211,9 @@ def remove(model: Stored) -> None:
 
 def remove_partial(repo: str) -> None:
     """Delete files of a model whose download was ended; those that another process downloads now stay."""
-    for path in (one for one in demo_path().parent.glob(f".{DEMO}-*") if repo == "demo" and not in_use(one)):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in demo_path().parent.glob(f".{DEMO}-*") if repo == "demo" else ():
+        if not in_use(path):
+            shutil.rmtree(path, ignore_errors=True)
     root = f"models--{repo.replace('/', '--')}"
     for path in (hub_dir() / root / "blobs").glob("*.incomplete"):
         if not in_use(hub_dir() / ".locks" / root / f"{path.name.rsplit('.', 2)[0]}.lock"):  # the hub client's own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import sys
@@ -231,7 +232,8 @@ def _open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    getattr(sys.stdin, "reconfigure", dict)(errors="surrogateescape")  # whoever takes text refuses what is not UTF-8
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # whoever takes text refuses what is not UTF-8
 
 
 def _nobody_reads() -> bool:

@@ -95,7 +95,8 @@ def checked(settings: Settings) -> Settings:
     if several(settings):
         return with_names(settings)
     if not settings.model.model:
-        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+        before = "; it stands before --served-name, which takes several words" * bool(settings.model.served_name)
+        raise UsageError(f"no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo{before}")
     if "/" not in settings.model.model:
         expect(settings.model.model)
     return settings

@@ -1,12 +1,14 @@
-"""What to use in place of other products' commands and flags: `foreign.toml`, which is read when a command line is refused."""
+"""Remedies for other products' commands and flags: `foreign.toml`, which is read when a command line is refused."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from importlib import resources
 
 
+@cache
 def table() -> dict[str, dict[str, str]]:
     """Return `flags` with what replaces each, and `words` with a sentence for each."""
     return tomllib.loads(resources.files("tandem.config").joinpath("foreign.toml").read_text("utf-8"))

@@ -26,13 +26,13 @@ CANCELLED = "request_cancelled"
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 AUDIO_PATH = "/v1/audio/"
+"""Prefix of paths without a route, whose 404 names a server that has them."""
 ELSEWHERE = {
     AUDIO_PATH: "Tandem serves text; mlx-audio (python -m mlx_audio.server) serves /v1/audio of speech models.",
     "/api/create": "There are no Modelfiles; the options of `tandem serve` set a model's template, sampling and adapter.",
     "/api/copy": "`tandem serve` gives a model another name by --served-name, or by --extra-models NAME=MODEL.",
 }
-"""What to use in place of a path that is not there, by the path's beginning."""
-"""Prefix of paths without a route, whose 404 names a server that has them."""
+"""Remedies for paths that are not there, by the path's beginning."""
 _ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",

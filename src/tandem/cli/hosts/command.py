@@ -33,6 +33,7 @@ from tandem.planner.hosts import host_fields
 from tandem.printable import printable
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
+from tandem.system.files import file_errors
 from tandem.system.privacy import LOCAL_NETWORK, refusal
 from tandem.system.tools import find_tool
 
@@ -79,7 +80,8 @@ def write(arguments: argparse.Namespace) -> int:
     if arguments.file == "-":
         print(text)
         return 0
-    Path(arguments.file).write_text(text + "\n", encoding="utf-8")
+    with file_errors(f"{arguments.file}: cannot be written", "name another file", param="file"):
+        Path(arguments.file).write_text(text + "\n", encoding="utf-8")
     read_hostfile(arguments.file, "hosts write")
     print(f"{arguments.file} is for {len(hosts)} machine(s); next: tandem doctor --hostfile {arguments.file}", file=sys.stderr)
     return 0

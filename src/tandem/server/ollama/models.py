@@ -106,7 +106,9 @@ def _entry(api: Api, served: Served) -> JsonObject:
     ranks = served.client.status.ranks if served.client.status is not None else []
     size = sum(rank.weight_bytes for rank in ranks if rank.replica == ranks[0].replica)
     details = {"parent_model": "", "format": "safetensors", "family": FAMILY, "families": [FAMILY], "parameter_size": ""}
-    return {**dict.fromkeys(("name", "model"), served.name), **dict.fromkeys(("size", "size_vram"), size)} | {
+    return {
+        **dict.fromkeys(("name", "model"), served.name),
+        **dict.fromkeys(("size", "size_vram"), size),
         "details": {**details, "quantization_level": ""},
         "digest": hashlib.sha256(served.name.encode()).hexdigest(),
         "modified_at": datetime.fromtimestamp(int(api.started), UTC).isoformat(),
