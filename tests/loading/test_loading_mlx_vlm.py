@@ -21,7 +21,6 @@ from tandem.errors import UnsupportedModel
 from tandem.loading import dry_run
 from tandem.loading.build_model import build_model
 from tandem.loading.mlx_lm_models import FAILURES
-from tandem.loading.mlx_vlm_mends import partition
 from tandem.loading.pipeline_model import PipelineModel
 from tandem.loading.stage import load_stage
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload
@@ -171,9 +170,8 @@ def selection_differs() -> bool:
         q, k, weights = (mx.random.normal(shape, key=mx.random.key(7)) for shape in ((1, 2, 1, 32), (1, 1, keys, 32), (1, 1, 2)))
         return set(select(q, k, weights)[0, 0, 0, -6:].tolist())
 
-    return selected(theirs, 40) == selected(partition(6, False), 40) and selected(theirs, 100) != selected(
-        partition(6, False), 100
-    )
+    ours = importlib.import_module("mlx_vlm.models.hy_v4.indexer")._partition_scores(6, False)
+    return selected(theirs, 40) == selected(ours, 40) and selected(theirs, 100) != selected(ours, 100)
 
 
 def compression_differs() -> bool:

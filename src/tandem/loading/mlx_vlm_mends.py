@@ -15,29 +15,12 @@ much memory. The mend projects them anew for each chunk of a prompt, as upstream
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
-
-
-@functools.cache
-def partition(top_k: int, masked: bool) -> Callable[..., mx.array]:
-    """Return the function that orders positions so that the best `top_k` of each query come last."""
-
-    @mx.compile
-    def best_last(q: mx.array, k: mx.array, weights: mx.array, mask: mx.array | None = None) -> mx.array:
-        scores = mx.maximum(q @ k.swapaxes(-1, -2), 0) * weights.swapaxes(-1, -2)[..., None]
-        scores = scores.sum(axis=1, keepdims=True)
-        if masked:
-            assert mask is not None
-            scores = mx.where(mask, scores, -float("inf"))
-        return mx.argpartition(scores, kth=-top_k, axis=-1)
-
-    return best_last
 
 
 def compressed(theirs: Callable[..., mx.array], compressor: Any, x: mx.array, cache: Any, offset: Any) -> mx.array:
@@ -64,7 +47,7 @@ def mend(name: str) -> None:
     """Mend the imported modules of one of mlx-vlm's model packages. Idempotent."""
     language = sys.modules.get(f"mlx_vlm.models.{name}.language")
     if name == "hy_v4":
-        sys.modules["mlx_vlm.models.hy_v4.indexer"].__dict__["_partition_scores"] = partition
+        sys.modules["mlx_vlm.models.hy_v4.indexer"].__dict__["partial"] = lambda compile_, **_: compile_  # for `shapeless` alone
     elif name == "glm5_next":
         language.__dict__["_MAX_PROJECTED_PREFILL_TOKENS"] = 0
     elif name == "deepseek_v4" and language.__dict__["CacheList"] is not CacheList:
