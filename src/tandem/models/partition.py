@@ -146,16 +146,9 @@ def uncut(config: JsonMapping, num_layers: int) -> frozenset[int]:
 def _shared_indices(config: JsonMapping, num_layers: int) -> frozenset[int]:
     """Return the layers between one that selects positions by an index and the last that attends to the same."""
     kinds, linear = indexers(config, num_layers), config.get("layer_types") or []
-    found: set[int] = set()
-    source = 0
-    for i in range(num_layers):
-        if i < len(linear) and linear[i] == "linear_attention":
-            continue
-        if kinds[i] == "shared":
-            found.update(range(source + 1, i + 1))
-        else:
-            source = i
-    return frozenset(found)
+    indexed = [i for i in range(num_layers) if linear[i : i + 1] != ["linear_attention"]]
+    following = {i: next((kinds[one] for one in indexed if one >= i), "") for i in range(1, num_layers)}
+    return frozenset(i for i, kind in following.items() if kind == "shared")
 
 
 def indexers(config: JsonMapping, num_layers: int) -> list[str]:
