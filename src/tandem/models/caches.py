@@ -115,6 +115,12 @@ def _layer_kind(config: JsonMapping, i: int) -> str:
     return "state" if config.get("model_type") in ("mamba", "falcon_mamba", "mamba2", "rwkv7") else "attention"
 
 
+def _delta(linear: JsonMapping) -> LayerCache:
+    """Return the cache of linear attention behind three convolutions: their inputs, and a matrix for each head."""
+    width, taps = linear["num_heads"] * linear["head_dim"], linear.get("short_conv_kernel_size", 4) - 1
+    return LayerCache("state", 0, width * (3 * taps + linear["head_dim"]), width * int(linear["head_dim"]))
+
+
 def _state(config: JsonMapping) -> LayerCache | None:
     """Return the cache of a recurrent layer: convolution inputs in the model's type, and a recurrent state, mostly float32.
 
@@ -133,8 +139,7 @@ def _state(config: JsonMapping) -> LayerCache | None:
         taps = max(of("linear_conv_kernel_dim") - 1, 0)
         return kept(taps * (2 * k + v), v * of("linear_key_head_dim"))
     if isinstance(linear := config.get("linear_attn_config"), dict):
-        width = linear["num_heads"] * linear["head_dim"]
-        return kept(3 * (linear.get("short_conv_kernel_size", 4) - 1) * width, width * int(linear["head_dim"]))
+        return _delta(linear)
     if config.get("model_type") == "gear":
         return kept(2 * (of("conv_L_cache") - 1) * of("num_key_value_heads") * of("head_dim"), 0)
     if taps := of("conv_L_cache"):
@@ -200,9 +205,7 @@ def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
         return LayerCache("latent", int(config["kv_lora_rank"]) + keys // int(config.get("index_kpool", 16)))
     heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
     own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
-    state = _state({"linear_attn_config": {**own, **(config.get("linear_attn_config") or {})}})
-    assert state is not None
-    return state
+    return _delta({**own, **(config.get("linear_attn_config") or {})})
 
 
 def _deepseek_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
@@ -232,9 +235,7 @@ def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
     if _global(config, i):
         return LayerCache("latent", config["kv_lora_rank"] + config["qk_rope_head_dim"])
-    heads, dim = config["num_attention_heads"], config["head_dim"]
-    convolution = 3 * (config.get("short_conv_kernel_size", 4) - 1) * heads * dim
-    return LayerCache("state", 0, convolution + heads * dim * dim, heads * dim * dim)
+    return _delta({**config, "num_heads": config["num_attention_heads"]})
 
 
 def _global(config: JsonMapping, i: int) -> bool:
