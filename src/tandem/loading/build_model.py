@@ -7,8 +7,9 @@ import importlib
 import mlx.nn as nn
 
 from tandem.json_types import JsonObject
-from tandem.loading.text_tower import build_text_tower
+from tandem.loading.text_tower import TextTower, build_whole
 from tandem.models.families.table import family_of, module_of
+from tandem.models.sources import require_source
 
 
 def build_model(config: JsonObject) -> nn.Module:
@@ -19,7 +20,8 @@ def build_model(config: JsonObject) -> nn.Module:
     name = str(config["model_type"])
     model: nn.Module
     if family_of(name).source == "mlx_vlm":
-        model = build_text_tower(config)
+        require_source(name)
+        model = TextTower(build_whole(config, module_of(name)))
     else:
         module = importlib.import_module(f"mlx_lm.models.{module_of(name)}")
         model = module.Model(module.ModelArgs.from_dict(config))

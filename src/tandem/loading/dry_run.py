@@ -101,11 +101,6 @@ def _wanted(config: JsonObject, model: nn.Module) -> tuple[mx.array, list[mx.arr
     return rows, want
 
 
-def _cuts(layers: int) -> list[tuple[range, ...]]:
-    """Return all splits of a model into two stages."""
-    return [(range(cut), range(cut, layers)) for cut in range(1, layers)]
-
-
 def _distance(a: mx.array, b: mx.array) -> float:
     by: Any = mx.max(mx.abs(a - b)).item()
     return float(by)

@@ -22,8 +22,6 @@ from mlx_lm.models import cache as mlx_lm_caches
 
 from tandem.json_types import JsonObject
 from tandem.loading.mlx_vlm_mends import mend
-from tandem.models.families.table import module_of
-from tandem.models.sources import require_source
 
 _CONFIGS = ("text", "vision", "audio")
 _PLACES = (("Config", "config"), ("VisionModel", "vision"), ("LanguageModel", "language"))
@@ -39,6 +37,8 @@ class TextTower(nn.Module):
         super().__init__()
         self.language_model = model.language_model
         object.__setattr__(self, "_whole", model)  # not a child, whose towers would be loaded
+        self.cast_predicate = getattr(model.language_model, "cast_predicate", None)
+        self.quant_predicate = getattr(model.language_model, "quant_predicate", None)
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         """Map tokens [B, L] to logits [B, L, V]."""
@@ -56,16 +56,6 @@ class TextTower(nn.Module):
         layers: list[nn.Module] = self.language_model.layers
         return layers
 
-    @property
-    def cast_predicate(self) -> Any:
-        """Choice of parameters that are cast to the type of computation; None for all."""
-        return getattr(self.language_model, "cast_predicate", None)
-
-    @property
-    def quant_predicate(self) -> Any:
-        """Choice of modules that mlx-vlm quantises; None for all."""
-        return getattr(self.language_model, "quant_predicate", None)
-
     def make_cache(self) -> list[Any]:
         """Return fresh caches of one sequence, as mlx-lm's classes where these compute alike."""
         return [_shared(cache) for cache in self.own_caches()]
@@ -81,14 +71,8 @@ class TextTower(nn.Module):
         return {name: array for name, array in found.items() if name.startswith("language_model.")}
 
 
-def build_text_tower(config: JsonObject) -> TextTower:
-    """Build the model that mlx-vlm's `load_model` builds for a config.json, and return its language model."""
-    require_source(str(config["model_type"]))
-    return TextTower(build_whole(config, module_of(str(config["model_type"]))))
-
-
 def build_whole(config: JsonObject, name: str) -> Any:
-    """Build all of a model with mlx-vlm's module `name`, with random weights, which stay lazy."""
+    """Build all of a model as mlx-vlm's `load_model` does, by its module `name`, with random weights, which stay lazy."""
     import_lazily()
     arch = importlib.import_module(f"mlx_vlm.models.{name}.{name}")
     mend(name)
