@@ -55,48 +55,42 @@ class PictureSource(Tagged):
     data: str | None = None
     url: str | None = None
 
-    @property
-    def as_url(self) -> str:
-        """URL of the picture; its bytes become a data URI."""
-        return self.url or f"data:{self.media_type};base64,{self.data}"
 
-
-class ResultBlock(Marked, Tagged):
-    """Content block of a tool's result."""
+class Content(Marked, Tagged):
+    """Base of content blocks, each of which may be a text or a picture."""
 
     noun = "block"
     needs = {"text": {"text"}, "image": {"source"}}
     takes = {"text": {"citations"}}
     always = {"type", "cache_control"}
-    type: Literal["text", "image"]
     text: str | None = None
     citations: None = None
     source: PictureSource | None = None
 
 
-class Block(Marked, Tagged):
+class ResultBlock(Content):
+    """Content block of a tool's result."""
+
+    type: Literal["text", "image"]
+
+
+class Block(Content):
     """Content block of a message."""
 
-    noun = "block"
     needs = {
-        "text": {"text"},
-        "image": {"source"},
+        **Content.needs,
         "tool_use": {"id", "name", "input"},
         "tool_result": {"tool_use_id"},
         "thinking": {"thinking"},
         "redacted_thinking": {"data"},
     }
     takes = {
-        "text": {"citations"},
+        **Content.takes,
         "tool_use": {"caller", "toolset_name"},
         "tool_result": {"content", "is_error", "toolset_name"},
         "thinking": {"signature"},
     }
-    always = {"type", "cache_control"}
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
-    text: str | None = None
-    citations: None = None
-    source: PictureSource | None = None
     id: str | None = None
     name: str | None = None
     input: JsonObject | None = None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from itertools import groupby
 
-from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, OutputConfig, ResultBlock, TextBlock, Tool
+from tandem.server.anthropic.schemas import Block, Content, CountRequest, MessagesRequest, OutputConfig, TextBlock, Tool
 from tandem.server.body_validation import checked
 from tandem.server.openai.schemas import ChatRequest
 
@@ -86,18 +86,19 @@ def _others(role: str, blocks: list[Block]) -> list[Json]:
     return messages or [{"role": role, "content": ""}]
 
 
-def _parts(blocks: Iterable[Block | ResultBlock]) -> list[Json]:
-    """Return content parts: a text for adjacent text blocks, and the pictures."""
+def _parts(blocks: Iterable[Content]) -> list[Json]:
+    """Return content parts: a text for adjacent text blocks, and each picture by its URL, or its bytes as a data URI."""
     parts: list[Json] = []
-    for pictures, group in groupby(blocks, key=lambda block: block.source is not None):
-        if pictures:
-            parts += [{"type": "image_url", "image_url": block.source and block.source.as_url} for block in group]
-        else:
+    for source, group in groupby(blocks, key=lambda block: block.source):
+        if source is None:
             parts.append({"type": "text", "text": _text(group)})
+        else:
+            url = source.url or f"data:{source.media_type};base64,{source.data}"
+            parts += [{"type": "image_url", "image_url": url} for _ in group]
     return parts
 
 
-def _text(blocks: Iterable[Block | ResultBlock | TextBlock]) -> str:
+def _text(blocks: Iterable[Content | TextBlock]) -> str:
     return "\n".join(block.text or "" for block in blocks)
 
 
