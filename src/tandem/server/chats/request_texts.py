@@ -94,9 +94,8 @@ class RequestTexts:
         context, mark = self.status.max_context, ""
         if pictures := [picture for message in messages for picture in message._pictures]:
             asked = any(message.pictures for message in messages if message.role == "user")
-            mark = f"<picture {token_hex(16)}>" if takes_pictures(self.status, asked) else OMITTED
-            if mark != OMITTED:
-                pictures = await self._with_bytes(pictures)
+            pictures = await self._with_bytes(pictures) if takes_pictures(self.status, asked) else []
+            mark = f"<picture {token_hex(16)}>" if pictures else OMITTED
 
         def conversation() -> JsonObject:
             return {
@@ -106,19 +105,15 @@ class RequestTexts:
                 "add_generation_prompt": add_generation_prompt,
             }
 
-        sees = mark not in ("", OMITTED)
-        if not sees and self.body_size <= LARGE_BODY:
+        if not pictures and self.body_size <= LARGE_BODY:
             try:
                 return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
                 pass  # rendered by a worker process instead
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
-        if sees:
-            task |= {"mark": mark, "pictures": [(picture.url, picture.low) for picture in pictures]}
-            seen = await self.ask("see", task, tuple[bytes, str, list[Picture]], prepare="load_pictures")
-            return Rendered(_ids(seen[0]), seen[1], tuple(seen[2]))
-        packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
-        return Rendered(_ids(packed), end)
+        task |= {"mark": mark, "pictures": [(picture.url, picture.low) for picture in pictures]}
+        packed, end, seen = await self.ask("render", task, tuple[bytes, str, list[Picture]], prepare="load")
+        return Rendered(_ids(packed), end, tuple(seen))
 
     async def _with_bytes(self, pictures: list[GivenPicture]) -> list[GivenPicture]:
         """Return the pictures as data URIs; those at http(s) URLs are fetched. Raises RequestError."""

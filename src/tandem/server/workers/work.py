@@ -42,12 +42,15 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
-def load(model: TextsOf, **_: object) -> None:
-    """Load and cache the model's tokenizer, before the task's memory limit applies. Raises RequestError."""
+def load(model: TextsOf, pictures: Sequence[object] = (), **_: object) -> None:
+    """Load and cache the model's tokenizer and, for `pictures`, their processor, before the task's memory limit applies. Raises
+    RequestError."""
     try:
         _tokenizer(model)
     except UsageError as error:
         raise RequestError(error.message, code=FILES_AWAY) from error
+    if pictures:
+        processor_of(model.source)
 
 
 def judge(schema: str, body: bytes, unknown: Unknown) -> None:
@@ -61,29 +64,19 @@ def encode(model: TextsOf, texts: list[str], context: int, param: str, special: 
     return [_packed(encode_fitting(tokenizer, text, context, param, special=special, closed=closed)) for text in texts]
 
 
-def render(model: TextsOf, context: int, conversation: bytes) -> tuple[bytes, str]:
-    """Return a conversation's prompt as token ids (int32 bytes), and the end of its text. Raises RequestError.
-
-    `conversation`: keyword arguments of `prompt_text` as JSON, since msgpack has no integers above 64 bits.
-    """
-    prompt = rendered(_tokenizer(model), context, from_json(conversation), quick=False)
-    return _packed(prompt.tokens), prompt.end
-
-
-def load_pictures(model: TextsOf, **_: object) -> None:
-    """Load and cache the model's tokenizer and picture processor, as `load` does. Raises RequestError."""
-    load(model)
-    processor_of(model.source)
-
-
-def see(
+def render(
     model: TextsOf, context: int, conversation: bytes, mark: str, pictures: list[tuple[str, bool]]
 ) -> tuple[bytes, str, list[Picture]]:
-    """Return what `render` returns for a conversation with pictures, and the pictures. Raises RequestError.
+    """Return a conversation's prompt as token ids (int32 bytes), the end of its text, and its pictures. Raises RequestError.
 
-    `mark`: text that stands for a picture. `pictures`: URL of each, and whether a small one is enough.
+    `conversation`: keyword arguments of `prompt_text` as JSON, since msgpack has no integers above 64 bits. `mark`: text that
+    stands for a picture. `pictures`: URL of each, and whether a small one is enough.
     """
-    given, tokenizer, processor = from_json(conversation), _tokenizer(model), processor_of(model.source)
+    given, tokenizer = from_json(conversation), _tokenizer(model)
+    if not pictures:
+        prompt = rendered(tokenizer, context, given, quick=False)
+        return _packed(prompt.tokens), prompt.end, []
+    processor = processor_of(model.source)
     text = prompt_text(tokenizer, **given, quick=False, marks=Marks(mark, processor.placeholder))
     tokens, seen = tokens_with_pictures(tokenizer, processor, context, given["messages"], pictures, text)
     return _packed(tokens), text[-END:], seen
