@@ -138,7 +138,7 @@ def test_ranks_that_compile_a_grammar_work(rank_group: RankGroup) -> None:
     )
     rank_group.report(0, 0, 1)
     assert rank_group.dog.works(1)
-    rank_group.dog.compiled(GrammarReady(1, "a"))
+    rank_group.dog.take(GrammarReady(1, "a"), rank_group.now)
     assert rank_group.dog.works(1)
     rank_group.dog.planned(StepPlan(1, 0, removes=["b"]), rank_group.now)
     rank_group.report(1, 0, 1)

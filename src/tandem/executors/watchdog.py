@@ -262,7 +262,7 @@ class Watchdog:
         if isinstance(report, Stepped):
             self.reported(report, now)
         elif isinstance(report, GrammarReady):
-            self.compiled(report)
+            self._compiling.discard(report.request_id)
         elif isinstance(report, PictureEncoded):
             self._wake(now)
             self._encoding.discard(report.rank)
@@ -283,10 +283,6 @@ class Watchdog:
         while self._steps and not self._steps[0].missing:
             self._tempo.pace.note(max(now - self._done_at, 0.0), self._steps.popleft().work)
             self._done_at = now
-
-    def compiled(self, report: GrammarReady) -> None:
-        """Record that the sampling rank has compiled a grammar."""
-        self._compiling.discard(report.request_id)
 
     def encodes(self, ranks: Iterable[StageSpec], now: float) -> None:
         """Record that these ranks encode a picture, where they do so themselves. It takes longer than steps, so the deadline is
