@@ -8,6 +8,7 @@ before it is served. Plain data, no mlx.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from tandem.json_types import JsonMapping
@@ -52,6 +53,8 @@ class Family:
 
 
 _NESTED = "language_model.model.layers"
+_MLX_VLM = partial(Family, source="mlx_vlm", layers=_NESTED)
+_STREAMS = partial(_MLX_VLM, streams="hc_mult", defaults={"hc_mult": 4})
 _GEMMA3 = {
     "hidden_size": 1152,
     "num_hidden_layers": 26,
@@ -120,8 +123,7 @@ FAMILIES: dict[str, Family] = {
     "mistral4": Family(tied="config-false"),
     "laguna": Family(tied="config-false"),
     "youtu_llm": Family(defaults=_LATENT),
-    "qwen3_vl": Family(layers=_NESTED),
-    "qwen3_vl_moe": Family(layers=_NESTED),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_vl"), Family(layers=_NESTED)),
     "jamba": Family(),
     "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),
     "mamba2": Family(layers="backbone.layers", tied="config-false"),
@@ -170,31 +172,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "pixtral": Family(layers=_NESTED, tied="never"),
     "llava": Family(module="mistral3", layers=_NESTED, tied="config-false"),
-    "qwen2_vl": Family(layers=_NESTED),
     "qwen2_5_vl": Family(module="qwen2_vl", layers=_NESTED),
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
-    **dict.fromkeys(("k2_horizon", "kolibri1"), Family(source="mlx_vlm", layers=_NESTED, tied="config-false")),
-    "internvl": Family(source="mlx_vlm", text="qwen3", layers=_NESTED, tied="config-false"),
-    **dict.fromkeys(("idefics3", "smolvlm"), Family(source="mlx_vlm", layers="language_model.layers", tied="never")),
-    "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
-    "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
-    "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
-    "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never", streams="hc_mult", defaults={"hc_mult": 4}),
-    "deepseek_v4": Family(
-        source="mlx_vlm",
-        layers=_NESTED,
-        tied="never",
-        gives=(3,),
-        streams="hc_mult",
-        defaults={"hc_mult": 4},
-        one_by_one="its compressed keys are those of one sequence",
-        can_draft=False,
+    **dict.fromkeys(("k2_horizon", "kolibri1"), _MLX_VLM(tied="config-false")),
+    "internvl": _MLX_VLM(text="qwen3", tied="config-false"),
+    **dict.fromkeys(("idefics3", "smolvlm"), _MLX_VLM(layers="language_model.layers", tied="never")),
+    "cohere2_moe": _MLX_VLM(tied="always"),
+    "mimo_v2": _MLX_VLM(tied="never"),
+    "step3p7": _MLX_VLM(tied="never"),
+    "hy_v4": _STREAMS(tied="never"),
+    "deepseek_v4": _STREAMS(
+        tied="never", gives=(3,), one_by_one="its compressed keys are those of one sequence", can_draft=False
     ),
-    "qwen4_exp": Family(
-        source="mlx_vlm",
-        layers=_NESTED,
+    "qwen4_exp": _MLX_VLM(
         tied="config-false",
         gives=(1,),
         streams="hc_count",
@@ -202,18 +194,9 @@ FAMILIES: dict[str, Family] = {
         one_by_one="its sparse attention and n-grams are computed for sequences of one length",
         can_draft=False,
     ),
-    "glm5_next": Family(
-        source="mlx_vlm",
-        layers=_NESTED,
-        tied="config-false",
-        streams="hc_mult",
-        defaults={"hc_mult": 4},
-        one_by_one="its pools of index keys are those of one sequence",
-        can_draft=False,
-    ),
-    "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
-    "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
-    "qwen3_5_moe": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
+    "glm5_next": _STREAMS(tied="config-false", one_by_one="its pools of index keys are those of one sequence", can_draft=False),
+    "mistral_large3": _MLX_VLM(tied="never", defaults=_LATENT),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH)),
 }
 """Rows by `model_type` of `config.json`."""
 
