@@ -190,19 +190,21 @@ def _minimax_m3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     return LayerCache("positions", plain + index, whole=index)
 
 
-def _shared_index(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Return the cache of a hy_v4 layer: a latent, and the index's keys unless it shares what another one selected."""
-    shared = indexers(config, i + 1)[i] == "shared"
-    keys = 0 if shared else int(config.get("index_head_dim", 128))
-    return LayerCache("latent", int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) + keys)
+def _index_keys(config: JsonMapping, i: int) -> int:
+    """Return the elements of an index's key; 0 for a layer that shares what another one selected."""
+    return 0 if indexers(config, i + 1)[i] == "shared" else int(config.get("index_head_dim", 128))
+
+
+def _hy_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a hy_v4 layer: a latent, and the index's keys."""
+    return LayerCache("latent", int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) + _index_keys(config, i))
 
 
 def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a GLM-5-Next layer: a state, or a latent with one index key for `index_kpool` positions."""
     kinds = config.get("layer_types") or ["linear_attention"] * 3 + ["full_attention"]
     if kinds[i % len(kinds)] != "linear_attention":
-        keys = 0 if indexers(config, i + 1)[i] == "shared" else int(config.get("index_head_dim", 128))
-        return LayerCache("latent", int(config["kv_lora_rank"]) + keys // int(config.get("index_kpool", 16)))
+        return LayerCache("latent", int(config["kv_lora_rank"]) + _index_keys(config, i) // int(config.get("index_kpool", 16)))
     heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
     own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
     return _delta({**own, **(config.get("linear_attn_config") or {})})
@@ -273,7 +275,7 @@ _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), _mimo_v2),
     "minimax_m3_vl": _minimax_m3,
     "bailing_moe_v3": _bailing_v3,
-    "hy_v4": _shared_index,
+    "hy_v4": _hy_v4,
     "qwen4_exp": _qwen4_exp,
     "deepseek_v4": _deepseek_v4,
     "glm5_next": _glm5_next,
