@@ -43,13 +43,6 @@ MOST_BYTES = 4 * 10**9
 """Limit on memory in bytes, beyond the process's use at the start; far more than such models need."""
 
 
-def try_config(config: JsonObject) -> str:
-    """Return a line that describes what was compared. Raise UnsupportedModel with the difference, or the reason for no
-    result."""
-    small, model = cut_down(config)
-    return _compare(small, model, sum(array.size for _, array in tree_flatten(model.parameters())))
-
-
 def cut_down(config: JsonObject) -> tuple[JsonObject, nn.Module]:
     """Return the reduced config and its model. Raise UnsupportedModel."""
     failed = "it cannot be cut down far enough to be tried"
@@ -64,10 +57,13 @@ def cut_down(config: JsonObject) -> tuple[JsonObject, nn.Module]:
     raise UnsupportedModel(failed)
 
 
-def _compare(config: JsonObject, model: nn.Module, weights: int) -> str:
-    rows, want = _wanted(config, model)
-    layers, family = len(model.layers), family_of(str(config.get("model_type")))
-    fixed = uncut(text_config(config), layers)
+def try_config(config: JsonObject) -> str:
+    """Return a line that describes what was compared. Raise UnsupportedModel with the difference, or the reason for no
+    result."""
+    small, model = cut_down(config)
+    rows, want = _wanted(small, model)
+    layers, family = len(model.layers), family_of(str(small.get("model_type")))
+    fixed = uncut(text_config(small), layers)
     most = min(layers - len(fixed), 3)
     numbers = sorted({*range(1, most + 1), layers - len(fixed)})  # the last is cut wherever it can be
     layouts = [split_layers(layers, stages, uncut=fixed) for stages in numbers]
@@ -84,6 +80,7 @@ def _compare(config: JsonObject, model: nn.Module, weights: int) -> str:
                 raise UnsupportedModel(
                     f"over {stages} the logits of {ROWS} rows at once differ in call {i + 1} from those of each by {by:g}"
                 )
+    weights = sum(array.size for _, array in tree_flatten(model.parameters()))
     return f"{layers} layers and {weights:,} weights in up to {most} stages, and cut anywhere, agree with {theirs} in all bits"
 
 
