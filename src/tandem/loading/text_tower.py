@@ -120,17 +120,15 @@ def import_lazily() -> None:
     spec = importlib.util.find_spec("mlx_vlm")
     assert spec is not None and spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0])
-    heads = root / "speculative" / "drafters"
-    for place in (root, heads.parent, heads, *heads.iterdir(), *(root / "models").iterdir()):
-        if (place / "__init__.py").is_file():
-            name = ".".join(("mlx_vlm", *place.relative_to(root).parts))
-            own = importlib.util.spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])
-            assert own is not None
-            module = sys.modules[name] = importlib.util.module_from_spec(own)
-            module.__dict__["__getattr__"] = functools.partial(_executed, module)
+    for file in root.rglob("__init__.py"):
+        name = ".".join(("mlx_vlm", *file.parent.relative_to(root).parts))
+        own = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+        assert own is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(own)
+        module.__dict__["__getattr__"] = functools.partial(_executed, module)
 
 
-def _executed(module: ModuleType, name: str) -> object:
+def _executed(module: ModuleType, name: str) -> Any:
     """Return a package's submodule `name`, or run its `__init__` and return its attribute `name`."""
     if name.startswith("__") or "__getattr__" not in module.__dict__:
         raise AttributeError(name)
@@ -143,5 +141,4 @@ def _executed(module: ModuleType, name: str) -> object:
     del module.__dict__["__getattr__"]
     assert module.__spec__ is not None and module.__spec__.loader is not None
     module.__spec__.loader.exec_module(module)
-    found: object = getattr(module, name)
-    return found
+    return getattr(module, name)
