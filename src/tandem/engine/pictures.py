@@ -51,17 +51,14 @@ class PictureManager:
             fits = stop <= picture.start and picture.length > 0 and picture.start + picture.length <= len(request.prompt)
             if not (fits and _KEY.fullmatch(picture.key)):
                 raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
-            if len(picture.inputs) > INPUT_BYTES:
-                raise _too_large(f"picture {number} takes", len(picture.inputs), INPUT_BYTES)
+            _require_at_most(INPUT_BYTES, f"picture {number} takes", len(picture.inputs))
             if self._group.layout.description.mrope_section and not picture.span.rows:
                 raise RequestError(f"picture {number} has no image_grid_thw that fits its tokens", param="messages")
             stop = picture.start + picture.length
         need = sum({picture.key: self._bytes(picture.length) for picture in request.pictures}.values())
-        if need > FEATURE_BYTES:
-            raise _too_large("the features of these pictures take", need, FEATURE_BYTES)
+        _require_at_most(FEATURE_BYTES, "the features of these pictures take", need)
         own, others = _input_bytes([request]), _input_bytes(sequence.request for sequence in live)
-        if own > LIVE_BYTES:
-            raise _too_large("these pictures take", own, LIVE_BYTES)
+        _require_at_most(LIVE_BYTES, "these pictures take", own)
         if own + others > LIVE_BYTES:
             raise OverloadedError("pictures of other requests fill the room for them; try again later")
 
@@ -132,10 +129,10 @@ class PictureManager:
         self._evicts, self.encoding = [], None
 
 
-def _too_large(what: str, size: int, most: int) -> RequestError:
-    return RequestError(
-        f"{what} {size / 2**20:.0f} MiB; at most {most // 2**20} are allowed; send fewer or smaller ones", param="messages"
-    )
+def _require_at_most(most: int, what: str, size: int) -> None:
+    if size > most:
+        remedy = "send fewer or smaller ones"
+        raise RequestError(f"{what} {size / 2**20:.0f} MiB; at most {most // 2**20} are allowed; {remedy}", param="messages")
 
 
 def _input_bytes(requests: Iterable[EngineRequest]) -> int:
