@@ -31,6 +31,7 @@ CONNECT_S = 3.0
 MAX_REDIRECTS = 3
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _SAFE = "%/:=&?~+!$,;'@()*[]"
+_tls = lru_cache(maxsize=1)(ssl.create_default_context)
 
 
 def is_public(address: str) -> bool:
@@ -55,11 +56,6 @@ async def fetch_pictures(pictures: Sequence[GivenPicture], hosts: Collection[str
     finally:
         await end_tasks(*tasks)
     return [picture._replace(url=url) for picture, url in zip(pictures, urls, strict=True)]
-
-
-@lru_cache(maxsize=1)
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 class _Fetches:
