@@ -165,9 +165,9 @@ class PictureFeatures:
         return ""
 
     def pack(self, key: str) -> bytes:
-        """Return the features of a picture as safetensors, and hold them no longer; none if it could not be encoded."""
-        buffer = io.BytesIO()
-        mx.save_safetensors(buffer, self._held.pop(key, {}))
+        """Return a picture's features as safetensors in float32, and hold them no longer; none if it could not be encoded."""
+        buffer, arrays = io.BytesIO(), self._held.pop(key, {})
+        mx.save_safetensors(buffer, {name: one if name == "taken" else one.astype(mx.float32) for name, one in arrays.items()})
         mx.clear_cache()
         return buffer.getvalue()
 
@@ -179,6 +179,8 @@ class PictureFeatures:
     def of(self, ops: Sequence[PrefillOp], inserts: Sequence[InsertOp], width: int) -> tuple[mx.array, mx.array] | None:
         """Return features [rows, width, H] for a pass over these chunks, and where they stand: bool [rows, width]. None if
         no chunk has a position of a picture. Raise BatchDesync for a picture that is not held."""
+        from safetensors.numpy import load
+
         found: dict[str, mx.array] = {}
         for row, (op, insert) in enumerate(zip(ops, inserts, strict=True)):
             for one in insert.pictures:
@@ -188,8 +190,8 @@ class PictureFeatures:
                 if one.key not in self._held:
                     raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} has picture {one.key[:12]}, not held here")
                 if isinstance(self._held[one.key], bytes):
-                    self._held[one.key] = mx.load(io.BytesIO(self._held[one.key]), format="safetensors")
-                    mx.eval(self._held[one.key])
+                    # By numpy, since MLX reads streams in threads that need the interpreter's lock.
+                    self._held[one.key] = {name: mx.array(array) for name, array in load(self._held[one.key]).items()}
                 for name, array in self._held[one.key].items():
                     found.setdefault(name, mx.zeros((len(ops), width, *array.shape[1:]), array.dtype))
                     found[name][row, first - op.start : stop - op.start] = array[first - one.start : stop - one.start]
