@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from msgspec import Struct
@@ -52,11 +53,8 @@ def serve_adapter(order: LoadAdapter, servers: dict[int, BlobServer], keys: Clus
 def obtain_adapter(order: LoadAdapter, keys: ClusterKeys) -> LoadAdapter:
     """Fetch the adapter's files from the engine's machine; return the order with their directory. Raises UsageError and
     TransportError."""
-    client = BlobClient(order.weights_endpoint, keys)
-    try:
+    with closing(BlobClient(order.weights_endpoint, keys)) as client:
         return replace(order, directory=str(fetch_files(client, "adapters")))
-    finally:
-        client.close()
 
 
 def obtain_files(
@@ -75,13 +73,11 @@ def obtain_files(
     """
     layers, mtp = range(*spec.layers), spec.has_head and spec.samples
     if head is not None:
-        client = BlobClient(head.endpoint, head.keys, patience_s=patience_s)
-        try:
-            return fetch_slice(client, spec.model_name, layers, progress, mtp=mtp, vision=spec.vision, accept=accept)
-        except TransportError as error:
-            raise RankFailure(f"{spec.label}: {error.message}", rank=spec.rank) from error
-        finally:
-            client.close()
+        with closing(BlobClient(head.endpoint, head.keys, patience_s=patience_s)) as client:
+            try:
+                return fetch_slice(client, spec.model_name, layers, progress, mtp=mtp, vision=spec.vision, accept=accept)
+            except TransportError as error:
+                raise RankFailure(f"{spec.label}: {error.message}", rank=spec.rank) from error
     if spec.hub:
         files = hub_model(spec.hub)
         accept(files)
