@@ -115,16 +115,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60.0
     server: _PageServer
 
-    def do_GET(self) -> None:
-        """Answer a request of the page."""
-        self._answer()
-
-    do_POST = do_DELETE = do_PUT = do_GET
-
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: paths and keys are nobody's business."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
+        """Answer a request of the page."""
         port, length = self.server.server_address[1], self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not length.isdecimal() or len(length) > 9 or int(length) > MOST_BODY:
             return self._error(413, f"A body may have {MOST_BODY} bytes, as Content-Length says.", "too_large")
@@ -139,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == _ROOT or path.startswith(f"{_ROOT}/"):
             return self._act(path.removeprefix(_ROOT).strip("/"), body)
         return self._pass_on(body)
+
+    do_POST = do_DELETE = do_PUT = do_GET
 
     def _act(self, action: str, body: bytes) -> None:
         if not hmac.compare_digest(self.headers.get("X-Page-Key", "").encode(), self.server.key.encode()):
