@@ -247,20 +247,15 @@ async def _form(
 def template_variables(
     fields: ChatRequest, effort: ThinkingSettings, tokenizer: Tokenizer
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the chat template's variables, and the request fields that have no effect on it. Raises RequestError."""
-    variables = _template_kwargs(fields)
-    return variables, add_thinking(effort, tokenizer, variables)
-
-
-def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
-    """Return `chat_template_kwargs` with `enable_thinking`. Raises RequestError, also for inconsistent logprobs fields."""
+    """Return the chat template's variables, and the request fields that have no effect on it. Raises RequestError, also for
+    inconsistent logprobs fields."""
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     variables = checked_template_kwargs(fields.chat_template_kwargs)
     thinking = fields.enable_thinking
     if thinking is not None and variables.setdefault("enable_thinking", thinking) != thinking:
         raise invalid("enable_thinking", "'enable_thinking' contradicts the one in 'chat_template_kwargs'.")
-    return variables
+    return variables, add_thinking(effort, tokenizer, variables)
 
 
 def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
