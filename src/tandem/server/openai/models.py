@@ -60,19 +60,11 @@ def model_info(api: Api, served: Served) -> dict[str, object]:
     }
 
 
-def _for_anthropic(http: Request) -> bool:
-    return "anthropic-version" in http.headers
-
-
-def _answer(api: Api, served: Served) -> Response:
-    return json_response(model_object(api, served))
-
-
 @router.get("/v1/models")
 async def models(http: Request) -> Response:
     """List all models, default first; in Anthropic's format with a header `anthropic-version`."""
     api = get_api(http)
-    if _for_anthropic(http):
+    if "anthropic-version" in http.headers:
         page = [model_info(api, served) for served in api.listed()]
         body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
     else:
@@ -85,9 +77,7 @@ async def model(http: Request, model_id: str) -> Response:
     """Return a model by any of its names."""
     api = get_api(http)
     served = api.find(model_id)
-    if _for_anthropic(http):
-        return json_response(model_info(api, served))
-    return _answer(api, served)
+    return json_response((model_info if "anthropic-version" in http.headers else model_object)(api, served))
 
 
 @router.post("/v1/load_lora_adapter")
@@ -120,7 +110,7 @@ async def load(http: Request, model_id: str) -> Response:
     """Load a model and respond when done; as for a request, other models may be unloaded for it."""
     api = get_api(http)
     api.check()
-    return _answer(api, await acquire(http, model_id))
+    return json_response(model_object(api, await acquire(http, model_id)))
 
 
 @router.post("/v1/models/{model_id:path}/unload")
@@ -133,4 +123,4 @@ async def unload(http: Request, model_id: str) -> Response:
     if api.model_pool is None:
         raise refused(409, "This server has one model, which stays loaded until it ends.", param="model", code="model_kept")
     await unless_gone(http, api.model_pool.unload(served))
-    return _answer(api, served)
+    return json_response(model_object(api, served))
