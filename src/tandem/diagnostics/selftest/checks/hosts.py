@@ -246,14 +246,10 @@ def deaths(task: Task) -> Figures:
             [answer] = all_under_way(server, [prompt_of(12)], tokens)
             began = time.monotonic()
             os.kill(victim, signal.SIGKILL)
-            if not until(lambda dead=victim: _is_back(server, dead), BACK_S):  # type: ignore[misc]
+            if not until(lambda: server.health()["status"] == "healthy" and victim not in server.ranks(), BACK_S):  # noqa: B023 - at once
                 raise Differs(f"ranks again within {BACK_S:g} s of death {number}, expected; none, seen", figures)
             figures[f"death {number}: ranks again after, s"] = seconds(began)
             if (done := answer.done()).text != calm:
                 raise Differs(f"the same answer after death {number}, expected; another, seen", figures)
             figures[f"death {number}: pause of the answer, s"] = round(max(done.gaps, default=0.0), 2)
     return figures
-
-
-def _is_back(server: Server, dead: int) -> bool:
-    return bool(server.health()["status"] == "healthy") and dead not in server.ranks()
