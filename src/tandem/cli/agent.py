@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import socket
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import closing, nullcontext
 
 from tandem.cli.arguments import say
 from tandem.diagnostics.doctor.facts import gather
@@ -44,19 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
-    try:
-        quiet = arguments.no_announce
-        announced: AbstractContextManager[object] = nullcontext() if quiet else _announcement(agent, arguments.host)
-        with announced:
-            shown = _say(agent, trust, pair=arguments.pair)
-            if arguments.page is not None:
-                from tandem.cli.hosts.page import start_page  # brings FastAPI, which an agent has no use for
+    with closing(agent), nullcontext() if arguments.no_announce else _announcement(agent, arguments.host):
+        shown = _say(agent, trust, pair=arguments.pair)
+        if arguments.page is not None:
+            from tandem.cli.hosts.page import start_page  # brings FastAPI, which an agent has no use for
 
-                say(f"page: {start_page(agent.name, arguments.page)}   (for this machine's browsers alone)")
-            agent.serve(until=lambda: _ends(agent, shown, signals))
-            say("Stopping: what runs here for other machines ends too")
-    finally:
-        agent.close()
+            say(f"page: {start_page(agent.name, arguments.page)}   (for this machine's browsers alone)")
+        agent.serve(until=lambda: _ends(agent, shown, signals))
+        say("Stopping: what runs here for other machines ends too")
     say("Stopped")
     return 0
 
