@@ -105,16 +105,12 @@ class Sequence:
         """Start of its block hashes: KV of another adapter is not the same."""
         return self.adapter.digest.encode() if self.adapter is not None else b""
 
-    @property
-    def _hashed(self) -> list[int]:
-        """Tokens as its block hashes take them: other pictures give other KV."""
-        return hashed(self.tokens, self.request.pictures) if self.request.pictures else self.tokens
-
     def hashes(self, length: int) -> list[bytes]:
         """Return the hashes of the blocks of its first `length` tokens. Each is computed once."""
         known = len(self._hashes) * BLOCK_SIZE
         if length - known >= BLOCK_SIZE:
-            self._hashes += block_hashes(self._hashed[known:length], self._hashes[-1] if known else self.salt)
+            tokens = hashed(self.tokens[known:length], self.request.pictures, known)
+            self._hashes += block_hashes(tokens, self._hashes[-1] if known else self.salt)
         return self._hashes[: length // BLOCK_SIZE]
 
     def blocks(self, length: int) -> Iterator[bytes]:
