@@ -172,15 +172,15 @@ class EngineMetrics:
         for output in outputs:
             count = len(output.tokens)
             tokens += count
-            if output.cached_tokens:
-                self.cached(output.cached_tokens, output.disk_tokens)
-            if output.vector:
-                self.embeddings.inc()
             live = self._live.get(output.request_id)
             if live is None:
                 continue
             live.tokens += count
             if live.last is None:
+                if output.cached_tokens:
+                    self.cached(output.cached_tokens, output.disk_tokens)
+                if output.vector:
+                    self.embeddings.inc()
                 self.prompt_tokens.inc(live.prompt_tokens)
                 waited = now - live.arrived
                 if count:
