@@ -91,8 +91,10 @@ def test_cached_prefixes_are_of_one_picture(tmp_path: Path, family: str, before:
         assert found == alone(path, family, PARAMS.max_tokens, start, seed, AFTER)
     assert held == [asked[1].pictures[0].key, asked[0].pictures[0].key]  # the one used last is evicted last
     assert hashed(asked[0].prompt, asked[0].pictures)[:before] == start
-    twice, moved = ((replace(asked[0].pictures[0], start=at, length=5) for at in places) for places in ((40, 45), (40,)))
-    assert hashed([7] * 60, twice) != hashed([7] * 60, moved)
+    twice, moved = ([replace(asked[0].pictures[0], start=at, length=5) for at in places] for places in ((40, 45), (40,)))
+    whole = hashed([7] * 60, twice)
+    assert whole != hashed([7] * 60, moved)
+    assert whole == [one for at in range(0, 60, 4) for one in hashed([7] * 4, twice, at)], "a part is read like the whole"
 
 
 def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

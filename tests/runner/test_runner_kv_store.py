@@ -17,7 +17,7 @@ from tandem.errors import UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache, Groups
 from tandem.loading.seams import let_caches_attend
 from tandem.runner import kv_store
-from tandem.runner.kv_store import KVStore
+from tandem.runner.kv_store import KVStore, reserve
 
 VOCAB = 61
 WINDOW = 8
@@ -451,6 +451,15 @@ def test_fallback_rows_move_like_kv_buffer_rows() -> None:
     store.leave("c")
     store.leave("d")
     assert store.nbytes == 0
+
+
+def test_caches_of_every_kind_grow_once_to_a_length_that_is_known() -> None:
+    plain, listed, grouped = KVCache(), KVCache(), GroupedKVCache(Groups(8, 32))
+    reserve([plain, CacheList(listed), grouped], 700)
+    chunk = mx.zeros((1, 1, 300, 32))
+    for cache in (plain, listed, grouped) * 2:
+        cache.update_and_fetch(chunk, chunk)
+    assert [plain.keys.shape[2], listed.keys.shape[2], grouped.keys[0].shape[2]] == [700] * 3
 
 
 def test_misuse_is_refused() -> None:

@@ -24,6 +24,7 @@ from tandem.protocol.step import (
     accepted,
     batch_fingerprint,
 )
+from tandem.runner.drafter import Drafter
 from tandem.runner.runner import Runner
 from tandem.runner.sampler import Sampler
 
@@ -186,6 +187,16 @@ def test_rows_that_wait_are_only_cut(llama: StageModel) -> None:
         spec_decode_plan=SpecDecodePlan([SpecDecodeRow("greedy", length)]),
     )
     assert micro_batch.runner.execute(plan).finish().tokens == []
+
+
+def test_a_draft_model_reads_a_prompt_by_the_chunks_of_the_plan(llama: StageModel) -> None:
+    drafter = Drafter(llama, micro_batches=1, drafts=3, vocab_size=llama.vocab_size)
+    drafter.follow(StepPlan(0, 0, inserts=[InsertOp("a", [5] * 600, 600, SamplingParams())]))
+    for chunk in range(2):
+        drafter.read_prompt("a", 200 * chunk, mx.zeros((1, 200, 1)), 0, 200)
+        known = drafter._known["a"]
+        assert known.caches is not None and known.held == 200 * (chunk + 1)
+        assert known.caches[0].keys.shape[2] == 600, "made once, at the length that is known"
 
 
 def test_drafts_leave_the_distribution_of_drawn_tokens_as_it_is() -> None:

@@ -328,6 +328,11 @@ def test_the_blocks_of_a_prompt_are_hashed_once_and_beside_its_chunks(trimmable:
     scheduler.submit(EngineRequest(request_id="again", prompt=prompt, params=SamplingParams(max_tokens=3)), 1)
     drain(scheduler)
     assert sum(hashed) == 8192 and scheduler.prefixes.hits == 1 and scheduler.prefixes.hit_tokens == 8192
+    hashed.clear()
+    scheduler.disk.begin([[]], [], scheduler.prefixes)
+    scheduler.submit(EngineRequest(request_id="disk", prompt=prompt, params=SamplingParams(max_tokens=3)), 1)
+    drain(scheduler)
+    assert sum(hashed) == 8192, "looking on disk, in memory, and for save points takes one list"
 
 
 def test_replay_sends_prompt_and_tokens_so_far() -> None:

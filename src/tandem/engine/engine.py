@@ -266,10 +266,11 @@ class Engine:
         """Return the messages for clients since the last call. `pump` returns them too."""
         messages = list(self._out)
         self._out.clear()  # clear in place: `recover` appends to this list while its callbacks take messages
-        timings = self.metrics.produced(message for message in messages if isinstance(message, Output))
-        for index, message in enumerate(messages):
+        outputs = [message for message in messages if isinstance(message, Output)]
+        timings = self.metrics.produced(outputs)
+        for index, message in enumerate(messages) if timings or len(outputs) < len(messages) else ():
             if isinstance(message, Output):
-                if timings and message.request_id in timings:  # its first one gets them
+                if message.request_id in timings:  # its first one gets them
                     messages[index] = replace(message, timing=timings.pop(message.request_id))
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()

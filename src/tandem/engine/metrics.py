@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -54,6 +55,8 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._live: dict[str, _Live] = {}
         self._counted: dict[Counter, float] = {}
+        self._by_rank: dict[int, list[Any]] = {}
+        """Series of each rank that its steps change."""
         self.generated = 0
         """Tokens produced since the engine started."""
         self.recent_ttft_s = 0.0
@@ -151,7 +154,8 @@ class EngineMetrics:
 
     def _count_up_to(self, counts: dict[Counter, float]) -> None:
         for counter, count in counts.items():
-            counter.inc(count - self._counted.get(counter, 0))
+            if more := count - self._counted.get(counter, 0):
+                counter.inc(more)
         self._counted |= counts
 
     def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
@@ -172,15 +176,15 @@ class EngineMetrics:
         for output in outputs:
             count = len(output.tokens)
             tokens += count
-            if output.cached_tokens:
-                self.cached(output.cached_tokens, output.disk_tokens)
-            if output.vector:
-                self.embeddings.inc()
             live = self._live.get(output.request_id)
             if live is None:
                 continue
             live.tokens += count
             if live.last is None:
+                if output.cached_tokens:
+                    self.cached(output.cached_tokens, output.disk_tokens)
+                if output.vector:
+                    self.embeddings.inc()
                 self.prompt_tokens.inc(live.prompt_tokens)
                 waited = now - live.arrived
                 if count:
@@ -224,11 +228,15 @@ class EngineMetrics:
 
     def stepped(self, report: Stepped) -> None:
         """Record a rank's report of a step."""
-        rank = str(report.step.rank)
-        self.step.labels(rank).observe(report.step.busy_s)
-        self.kv_bytes.labels(rank).set(report.step.kv_bytes)
-        self.prefix_bytes.labels(rank).set(report.step.prefix_bytes)
-        self.rank_peak.labels(rank).set(report.peak_bytes)
+        step, rank = report.step, report.step.rank
+        if rank not in self._by_rank:
+            every = self.step, self.kv_bytes, self.prefix_bytes, self.rank_peak
+            self._by_rank[rank] = [one.labels(str(rank)) for one in every]
+        seconds, kv_bytes, prefix_bytes, peak = self._by_rank[rank]
+        seconds.observe(step.busy_s)
+        kv_bytes.set(step.kv_bytes)
+        prefix_bytes.set(step.prefix_bytes)
+        peak.set(report.peak_bytes)
 
     def text(self) -> bytes:
         """Return the Prometheus text exposition. Thread-safe."""

@@ -82,13 +82,13 @@ class PictureEncoded(Struct, frozen=True, tag=True):
     """Id of that process; 0 without one."""
 
 
-def hashed(prompt: Sequence[int], pictures: Iterable[Picture]) -> list[int]:
-    """Return a prompt as the prefix cache hashes it: placeholders are alike in all pictures, so each position of a picture
-    becomes a number below 0 made of its key, its place in the picture and its token."""
-    tokens = list(prompt)
+def hashed(tokens: Sequence[int], pictures: Iterable[Picture], start: int = 0) -> list[int]:
+    """Return `tokens`, which stand at position `start` of a prompt, as the prefix cache hashes them: placeholders are alike in
+    all pictures, so each position of a picture becomes a number below 0 made of its key, its place in the picture and its
+    token."""
+    found = list(tokens)
     for picture in pictures:
         content = int(picture.key[:32], 16)
-        for place in range(picture.length):
-            at = picture.start + place
-            tokens[at] = ~(((content << 32) | place) << 32 | tokens[at])
-    return tokens
+        for at in range(max(picture.start, start), min(picture.start + picture.length, start + len(found))):
+            found[at - start] = ~(((content << 32) | (at - picture.start)) << 32 | found[at - start])
+    return found

@@ -192,11 +192,13 @@ class StepPlan(Struct, frozen=True, array_like=True):
         return self.spec_decode_plan is None or not (self.spec_decode_plan.drafts or self.spec_decode_plan.ask)
 
 
-def by_id(ids: Iterable[str], tokens: Iterable[int]) -> dict[str, list[int]]:
+def by_id(ids: Sequence[str], tokens: Sequence[int]) -> dict[str, list[int]]:
     """Group `tokens` by id; an id may occur several times in `ids`."""
-    found: dict[str, list[int]] = {}
-    for request_id, token in zip(ids, tokens, strict=True):
-        found.setdefault(request_id, []).append(token)
+    found = {request_id: [token] for request_id, token in zip(ids, tokens, strict=True)}
+    if len(found) < len(ids):
+        found = {request_id: [] for request_id in found}
+        for request_id, token in zip(ids, tokens, strict=True):
+            found[request_id].append(token)
     return found
 
 

@@ -28,7 +28,7 @@ from tandem.protocol.step import SavePrefixOp, SpecDecodeRow, StepPlan, accepted
 from tandem.runner.heads.mtp import MTPHead
 from tandem.runner.heads.prefix import HeadPrefix, disk_layers
 from tandem.runner.heads.separate import DFlashHead, Eagle3Head
-from tandem.runner.kv_store import KVStore
+from tandem.runner.kv_store import KVStore, reserve
 
 CHUNK = 512
 """Maximum tokens fed in one forward pass, and of those that a draft model lacks in one step."""
@@ -322,6 +322,7 @@ class Drafter:
     def _read(self, known: _Known, count: int) -> None:
         """Feed the next `count` tokens of a sequence."""
         known.caches = caches = known.caches or self.stage.make_caches()
+        reserve(caches, len(known.tokens) - known.held)
         while count > 0:
             chunk = known.tokens[known.held : known.held + min(count, CHUNK)]
             states = self._head.states(known.read(len(chunk))) if self._head is not None else None

@@ -315,6 +315,14 @@ class RowsApart(Rows):
         return caches
 
 
+def reserve(caches: Sequence[Cache], positions: int) -> None:
+    """Let the caches of one sequence grow by `positions` positions at once, as each growth copies them. At least by mlx-lm's
+    step."""
+    for cache in members(caches):
+        if type(cache) in (KVCache, GroupedKVCache):
+            cache.step = max(positions, KVCache.step)
+
+
 def make_store(
     make_caches: Callable[[], list[Cache]], drafts: int = 0, one_by_one: str = "", attention: Attention | None = None
 ) -> KVStore | RowsApart:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from mlx_lm.models.cache import KVCache
 
 from tandem.errors import BatchDesync
 from tandem.loading.quantized_kv import Cache
 from tandem.protocol.step import InsertOp, PrefillOp, SavePrefixOp, StepPlan, batch_fingerprint
 from tandem.runner.kv_buffer import Attention
-from tandem.runner.kv_store import make_store
+from tandem.runner.kv_store import make_store, reserve
 from tandem.runner.prefix_store import PrefixStore
 
 
@@ -114,10 +111,7 @@ class MicroBatchState:
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, the plan still has its prompt")
         held.length += op.count
-        caches: list[Any] = held.caches
-        for cache in caches:
-            if type(cache) is KVCache:  # made at the length that is known: each growth copies it
-                cache.step = KVCache.step if op.last else max(len(held.insert.tokens) - op.start, KVCache.step)
+        reserve(held.caches, 0 if op.last else len(held.insert.tokens) - op.start)
         return held.insert.tokens[op.start : op.start + op.count], held.caches
 
     def following(self, op: PrefillOp) -> list[int]:

@@ -74,7 +74,7 @@ class RunningBatches:
         if len(micro_batch.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
             return False
         need = (
-            self._needed
+            sum(self._needs)
             - micro_batch.positions(drafts=self._drafts)
             + micro_batch.positions([self._length(sequence)], self._drafts)
         )
@@ -108,23 +108,24 @@ class RunningBatches:
     @property
     def kv_positions(self) -> int:
         """KV positions in use by batches, or about to be."""
-        return sum(micro_batch.occupied(self._drafts) for micro_batch in self.micro_batches)
+        return sum(map(MicroBatch.occupied, self.micro_batches, self._needs))
 
     @property
-    def _needed(self) -> int:
-        """KV positions needed by the batches' next steps."""
-        return sum(micro_batch.positions(drafts=self._drafts) for micro_batch in self.micro_batches)
+    def _needs(self) -> list[int]:
+        """KV positions needed by each batch's next step."""
+        return [micro_batch.positions(drafts=self._drafts) for micro_batch in self.micro_batches]
 
     def make_room(self) -> None:
         """Evict prefixes, then preempt the youngest sequences, until the next step fits into the KV cache."""
         needed = self.limit_prefixes()
         while needed > self.limits.kv_tokens and self.relieve():
-            needed = self._needed
+            needed = sum(self._needs)
 
     def limit_prefixes(self) -> int:
         """Evict prefixes beyond the KV positions left by batches. Return the positions that the next steps need."""
-        free = self.limits.kv_tokens - (needed := self._needed)
-        room = max(self.limits.kv_tokens - self.kv_positions, min(free, self.prefixes.spared))
+        free = self.limits.kv_tokens - (needed := sum(needs := self._needs))
+        occupied = sum(map(MicroBatch.occupied, self.micro_batches, needs))
+        room = max(self.limits.kv_tokens - occupied, min(free, self.prefixes.spared))
         self.prefixes.limit(0 if self.pressed else room)
         return needed
 
@@ -139,12 +140,13 @@ class RunningBatches:
         joins = {op.request_id for op in prefill if op.last and op.samples}
         chunks = {op.request_id: op.count for op in prefill}
         rows, prompts = zip(*(one.split(joins) for one in micro_batches), strict=True)
-        longest = [longest_row(rows[i], self._drafts + (one is micro_batch)) for i, one in enumerate(micro_batches)]
+        drafts = self._drafts
+        longest = [longest_row(rows[i], drafts + (one is micro_batch)) for i, one in enumerate(micro_batches)]
         least = [len(rows[i]) * rounded(longest[i], one.step) for i, one in enumerate(micro_batches)]
         computed = [sum(one.computed + chunks.get(one.request_id, 0) for one in parts) for parts in prompts]
         for i, one in enumerate(micro_batches):
-            others = cached + sum(other.occupied(self._drafts) for other in micro_batches if other is not one)
-            room = limits.kv_tokens - others - computed[i] - longest[i]
+            others = sum(other.occupied(other.positions(drafts=drafts)) for other in micro_batches if other is not one)
+            room = limits.kv_tokens - cached - others - computed[i] - longest[i]
             one.shape = kv_shape(one.shape, len(rows[i]), longest[i], most=limits.rows, room=max(room, least[i]))
         for i in sorted(range(len(micro_batches)), key=lambda i: least[i] - micro_batches[i].shape.size):
             if cached + sum(computed) + sum(one.shape.size for one in micro_batches) > limits.kv_tokens:

@@ -79,6 +79,11 @@ class MicroBatch:
         """Return the members whose prompt is computed, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.computed >= sequence.target]
 
+    def complete(self) -> list[Sequence]:
+        """Return the members that need no further step, as their tokens in flight are the last."""
+        rows = self.members.values()
+        return [one for one in rows if len(one.tokens) + one.inflight >= one.max_len and one.computed >= one.target]
+
     @property
     def prompts(self) -> bool:
         """True if some members' prompts are not computed yet."""
@@ -91,24 +96,25 @@ class MicroBatch:
         longest = max(longest_row(members, 1 + drafts), *more, 0)
         return (len(members) + len(more)) * rounded(longest, self.step)
 
-    def occupied(self, drafts: int) -> int:
-        """Return the KV positions taken until its prompts have joined: the need, or its buffer plus prompts if more."""
+    def occupied(self, needed: int) -> int:
+        """Return the KV positions taken until its prompts have joined: those `needed` by the next step, or its buffer plus
+        prompts if more."""
         prompts = sum([s.target for s in self.members.values() if s.computed < s.target])
-        return max(self.positions(drafts=drafts), self.shape.size + prompts)
+        return max(needed, self.shape.size + prompts)
 
     def split(self, joins: Container[str]) -> tuple[list[Sequence], list[Sequence]]:
         """Return the members that are rows of its KV buffer, those in `joins` too, and the other members."""
-        rows: list[Sequence] = []
-        others: list[Sequence] = []
-        for one in self.members.values():
-            (rows if one.samples and (one.computed >= one.target or one.request_id in joins) else others).append(one)
-        return rows, others
+        rows = [s for s in self.members.values() if s.samples and (s.computed >= s.target or s.request_id in joins)]
+        if len(rows) == len(self.members):
+            return rows, []
+        joined = set(rows)
+        return rows, [one for one in self.members.values() if one not in joined]
 
     def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
         """Return prompt chunks of up to `budget` tokens in all, the shortest remaining prompt first, overdue ones before.
         Embedding prompts only if `embeds`; none is divided that a later step can compute whole, in a pass that it shares. A
         prompt's last chunk waits for its grammar."""
-        waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
+        waiting = [s for s in self.members.values() if s.computed < s.target and (embeds or s.request.pooling is None)]
         overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE and not s.awaits_grammar), None)
         self._shortest_first = 0 if overdue else self._shortest_first + 1
         waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)
@@ -143,7 +149,7 @@ def longest_row(rows: Collection[Sequence], more: int) -> int:
     """Return the longest of `rows`, each `more` positions longer than computed, with its whole prompt; 0 without rows."""
     if not rows:
         return 0
-    return max(max([one.computed for one in rows]) + more, max([one.target for one in rows]))
+    return max([max([one.computed for one in rows]) + more, *[one.target for one in rows if one.computed < one.target]])
 
 
 def choose_micro_batch(

@@ -70,8 +70,9 @@ class Scheduler:
     def submit(self, request: EngineRequest, seed: int, adapter: AdapterSpec | None = None) -> None:
         """Queue a request that uses `adapter`. Raises RequestError if it can never run, OverloadedError for a full queue."""
         check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
-        proposer, whole = self.speculation.proposer(request), self.limits.whole_pictures
-        sequence = Sequence(request, seed, next(self._arrivals), adapter=adapter, proposer=proposer, whole_pictures=whole)
+        limits, proposer = self.limits, self.speculation.proposer(request)
+        sequence = Sequence(request, seed, next(self._arrivals), limits.eos_token_ids, adapter=adapter, proposer=proposer)
+        sequence.whole_pictures = limits.whole_pictures
         self.sequences[request.request_id] = sequence
         self.had_pictures |= sequence.awaits_pictures
         self.waiting.append(sequence)
@@ -171,11 +172,13 @@ class Scheduler:
 
     def _waits(self, micro_batch: MicroBatch) -> bool:
         """Return True if the micro-batch's next plan must contain tokens, and so wait for results."""
-        return micro_batch.sampling > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
+        if not micro_batch.sampling or micro_batch.names_tokens:
+            return micro_batch.sampling > 0
+        return self.speculation.most > 0 and self._tries(micro_batch.decoding()) != (None, 0)
 
     def _plan(self, micro_batch: MicroBatch, *, pause: bool = False, chunks: bool = True) -> StepPlan | None:
         """Return the next plan of `micro_batch`; None without work. `pause`: without decoding; `chunks`: with prompts."""
-        for sequence in [one for one in micro_batch.decoding() if one.complete]:
+        for sequence in micro_batch.complete():
             micro_batch.drop(sequence)
         self.batches.make_room()
         self._make_way(micro_batch)
@@ -245,14 +248,15 @@ class Scheduler:
     def _commit(self, micro_batch: MicroBatch, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for op in prefill:
             micro_batch.members[op.request_id].advance(op.count)
+        members = micro_batch.members
         for request_id in (*plan.sampled(), *plan.ended()):
-            micro_batch.members[request_id].inflight += 1
+            members[request_id].inflight += 1
         for group, rows in Counter([sequence.request.group for sequence in decode]).items():
             self.fair_queue.charge(group, rows)
         for sequence in decode:
-            if plan.spec_decode_plan is not None:
-                sequence.told = len(sequence.tokens)
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
+        for sequence in decode if plan.spec_decode_plan is not None else ():
+            sequence.told = len(sequence.tokens)
         micro_batch.sent(plan)
         for one in self.batches.micro_batches:
             one.removes = []
@@ -370,36 +374,29 @@ class Scheduler:
         """Append new tokens until one of them ends the sequence; return the output or refusal."""
         if tokens[0] < 0:
             return self.fail(sequence, tokens[0])
-        prompt_logprobs = sequence.take_logprobs() if (first := not sequence.produced) else None
+        before, request_id = len(sequence.tokens), sequence.request_id
+        prompt_logprobs = sequence.take_logprobs() if (first := before == sequence.prompt_len) else None
         if prompt_logprobs is not None and not prompt_logprobs.finite:
             return self.fail(sequence, NOT_FINITE)
-        reason, taken = None, 0
-        while reason is None and taken < len(tokens):
-            sequence.tokens.append(tokens[taken])
-            reason = sequence.end_reason(self.batches.limits.eos_token_ids)
-            taken += 1
+        reason = sequence.append(tokens)
         sequence.got(len(sequence.tokens))
-        if taken > 1:
-            self.fair_queue.charge(sequence.request.group, taken - 1)
-        if sequence.micro_batch is not None and sequence.decoding:
-            sequence.computed = len(sequence.tokens) + sequence.inflight - 1
+        if len(tokens) > 1:
+            tokens = sequence.tokens[before:]
+            self.fair_queue.charge(sequence.request.group, len(tokens) - 1)
         if sequence.proposer is not None:
             sequence.read()
+            if sequence.micro_batch is not None and sequence.decoding:  # rejected drafts take no position
+                sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         if reason:
             self._finish(sequence)
         elif sequence.yields and sequence.micro_batch is not None and any(self._suspects()):
             self.batches.micro_batches[sequence.micro_batch].drop(sequence)  # the next suspect's turn to run alone
             self.waiting.appendleft(sequence)
-        return Output(
-            sequence.request_id,
-            tokens[:taken],
-            result.logprobs[sequence.request_id][:taken] if result.logprobs.get(sequence.request_id) else [],
-            reason,
-            reason == "stop",
-            sequence.cached if first else 0,
-            sequence.from_disk if first else 0,
-            prompt_logprobs=prompt_logprobs,
-        )
+        logprobs = result.logprobs[request_id][: len(tokens)] if request_id in result.logprobs else []
+        if not first:
+            return Output(request_id, tokens, logprobs, reason, reason == "stop")
+        cached, read = sequence.cached, sequence.from_disk
+        return Output(request_id, tokens, logprobs, reason, reason == "stop", cached, read, prompt_logprobs=prompt_logprobs)
 
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
         """Return the output of a sequence that ends with its prompt; None for one that was aborted."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import InitVar, dataclass, field
 
 from msgspec.structs import replace
 
@@ -33,6 +34,14 @@ class Sequence:
     request_id: str = field(init=False)
     prompt_len: int = field(init=False)
     """Number of prompt tokens."""
+    max_len: int = field(init=False)
+    """Number of tokens at which it ends."""
+    samples: bool = field(init=False)
+    """False if it ends with its prompt, without output tokens."""
+    eos_token_ids: InitVar[frozenset[int]] = frozenset()
+    """End-of-sequence tokens of the model."""
+    stop_token_ids: frozenset[int] = field(init=False)
+    """Tokens that end it."""
     tokens: list[int] = field(default_factory=list)
     """Prompt tokens, then output tokens."""
     micro_batch: int | None = None
@@ -93,8 +102,11 @@ class Sequence:
     _hashes: list[bytes] = field(default_factory=list)
     """Hashes of its first blocks, as many as were needed."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, eos_token_ids: frozenset[int]) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
+        params = self.request.params
+        self.max_len, self.samples = self.prompt_len + params.max_tokens, params.max_tokens > 0
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.tokens = [*self.request.prompt, *self.request.produced]
         self.awaits_pictures = bool(self.request.pictures)
         if self.request.quarantine_record is not None:
@@ -105,16 +117,12 @@ class Sequence:
         """Start of its block hashes: KV of another adapter is not the same."""
         return self.adapter.digest.encode() if self.adapter is not None else b""
 
-    @property
-    def _hashed(self) -> list[int]:
-        """Tokens as its block hashes take them: other pictures give other KV."""
-        return hashed(self.tokens, self.request.pictures) if self.request.pictures else self.tokens
-
     def hashes(self, length: int) -> list[bytes]:
         """Return the hashes of the blocks of its first `length` tokens. Each is computed once."""
         known = len(self._hashes) * BLOCK_SIZE
         if length - known >= BLOCK_SIZE:
-            self._hashes += block_hashes(self._hashed[known:length], self._hashes[-1] if known else self.salt)
+            tokens = hashed(self.tokens[known:length], self.request.pictures, known)
+            self._hashes += block_hashes(tokens, self._hashes[-1] if known else self.salt)
         return self._hashes[: length // BLOCK_SIZE]
 
     def blocks(self, length: int) -> Iterator[bytes]:
@@ -147,19 +155,15 @@ class Sequence:
         """Number of output tokens."""
         return len(self.tokens) - self.prompt_len
 
-    def end_reason(self, eos_token_ids: Container[int]) -> str | None:
-        """Return the finish reason after the last token; None while the sequence continues."""
-        token, params = self.tokens[-1], self.request.params
-        stops = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
-        produced = len(self.tokens) - self.prompt_len
-        if stops and produced > params.min_tokens:
-            return "stop"
-        return "length" if produced >= params.max_tokens else None
-
-    @property
-    def samples(self) -> bool:
-        """False if it ends with its prompt, without output tokens."""
-        return self.request.params.max_tokens > 0
+    def append(self, tokens: Items[int]) -> str | None:
+        """Append new tokens until one of them ends the sequence; return the finish reason, or None while it continues."""
+        for token in tokens:
+            self.tokens.append(token)
+            if token in self.stop_token_ids and self.produced > self.request.params.min_tokens:
+                return "stop"
+            if len(self.tokens) >= self.max_len:
+                return "length"
+        return None
 
     @property
     def decoding(self) -> bool:
@@ -169,12 +173,13 @@ class Sequence:
     @property
     def complete(self) -> bool:
         """True if the tokens in flight reach `max_tokens`, so no further step is needed."""
-        return len(self.tokens) - self.prompt_len + self.inflight >= self.request.params.max_tokens
+        return len(self.tokens) + self.inflight >= self.max_len
 
     def got(self, positions: int) -> None:
         """Record the positions that ranks have certainly computed."""
         self.reached = positions
-        self.yields |= self.quarantine_record.passed(positions)
+        if self.quarantine_record.end >= 0:
+            self.yields |= self.quarantine_record.passed(positions)
 
     def enter(self, micro_batch: int, cached: int = 0) -> InsertOp:
         """Join `micro_batch` with the first `cached` positions restored from the prefix cache."""
@@ -224,7 +229,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Maximum useful drafts in its next step; 0 without a proposer."""
-        return self.request.params.max_tokens - self.produced - 1 if self.proposer and not self.departs else 0
+        return self.max_len - len(self.tokens) - 1 if self.proposer and not self.departs else 0
 
     def untold(self) -> list[int]:
         """Return the tokens, except the last, that the draft model has not received."""
