@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import psutil
 
 
 def main() -> None:
@@ -108,15 +109,35 @@ def _over_stages(args: argparse.Namespace) -> None:
             slots = int(harness.middle([len(one["chunks"][0]) for one in found]))
             for stage in range(stages):
                 busy = 1e3 * harness.middle([sum(one["chunks"][stage]) for one in found])
-                begins, ends = (1e3 * harness.middle([one[key][stage] for one in found]) for key in ("begins", "ends"))
+                begins, ends, used = (
+                    1e3 * harness.middle([one[key][stage] for one in found]) for key in ("begins", "ends", "used")
+                )
                 first, *_, last = (1e3 * took for took in found[-1]["chunks"][stage])
-                cells = [begins, busy, ends - begins - busy, 1e3 * first_s - ends, busy / (1e3 * total / stages), first, last]
+                cells = [
+                    begins,
+                    busy,
+                    ends - begins - busy,
+                    1e3 * first_s - ends,
+                    used,
+                    busy / (1e3 * total / stages),
+                    first,
+                    last,
+                ]
                 stage_rows.append([name, f"{stage + 1} of {stages}", slots, *cells])
         gap_columns = ["p99 gap, ms", "promised"] if args.streams else []
         allow = ["alike chunks allow", "chunks as one rank's allow"]
         harness.table(["source", "stages", "first token, ms", "tok/s", "/ one rank", *allow, *gap_columns, "same token"], rows)
         print()
-        waits = ["before, ms", "computes", "waits between", "after", "computes / its part of one rank", "first chunk", "last"]
+        waits = [
+            "before, ms",
+            "computes",
+            "waits between",
+            "after",
+            "processor",
+            "computes / its part of one rank",
+            "first chunk",
+            "last",
+        ]
         harness.table(["source", "stage", "chunks", *waits], stage_rows)
     harness.write_json(args.json, args, {"rows": rows, "stages": stage_rows})
 
@@ -181,6 +202,12 @@ class _Recorder:
         return reports
 
 
+def _processor_s(llm: Any) -> list[float]:
+    """Return the processor seconds of each rank, in rank order."""
+    times = [psutil.Process(pid).cpu_times() for pid in llm.engine.executor.pids]
+    return [one.user + one.system for one in times]
+
+
 def _round(llm: Any, recorder: _Recorder, args: argparse.Namespace, number: int) -> dict[str, Any]:
     """Compute one prompt, beside `args.streams` streams if there are any."""
     import random
@@ -204,9 +231,10 @@ def _round(llm: Any, recorder: _Recorder, args: argparse.Namespace, number: int)
     while threads and sum(bool(plan.decode) for plan in list(recorder.plans.values())) < 60:
         time.sleep(0.01)
     prompt = [rng.randrange(3, 200) for _ in range(args.tokens if number else args.tokens // 4)]  # round 0 warms up
-    started = harness.now()
+    used, started = _processor_s(llm), harness.now()
     [output] = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))
     first_s = harness.now() - started
+    used = [after - before for before, after in zip(used, _processor_s(llm), strict=True)]
     pace = llm.engine.scheduler.prompts
     promised_s = (pace.limit_s or 0.0) + (pace._decode_s or 0.0)
     over.set()
@@ -242,7 +270,7 @@ def _round(llm: Any, recorder: _Recorder, args: argparse.Namespace, number: int)
                 gaps.append(at - last[one])
             last[one] = at
     gap_s = sorted(gaps)[int(0.99 * (len(gaps) - 1))] if gaps else 0.0
-    found = {"first_s": first_s, "token": output.token_ids, "chunks": chunks, "begins": begins, "ends": ends}
+    found = {"first_s": first_s, "token": output.token_ids, "chunks": chunks, "begins": begins, "ends": ends, "used": used}
     return found | {"gap_ms": 1e3 * gap_s, "promised_ms": 1e3 * promised_s}
 
 
