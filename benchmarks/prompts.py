@@ -6,8 +6,9 @@ texts to embed, and have their vectors then.
 
 `prompts.py --model DIR --stages 2 3 4 --tokens 1024 --chunk 128`: one prompt over so many stages and over one rank,
 each rank with `--threads` threads; all are up at once and take turns. Without `--chunk` chunks are the server's default.
-`--against REV` plays an older commit beside this working tree, `--streams 4` beside running streams, whose p99 gap is
-shown with what is promised. The second table says how long each stage computed the prompt, and when it waited.
+`--against REV` plays an older commit (or a directory with its `src`) beside this working tree, `--streams 4` beside running
+streams, whose p99 gap is shown with what is promised. The second table says how long each stage computed the prompt, and
+when it waited.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def main() -> None:
     parser.add_argument("--pooling", choices=("last", "mean"), help="embed the prompts of a burst, in place of a first token")
     parser.add_argument("--stages", type=int, nargs="+", default=[], help="one prompt over so many stages, in place of bursts")
     parser.add_argument("--streams", type=int, default=0, help="with --stages: running streams beside the prompt")
-    parser.add_argument("--against", help="with --stages: an older commit that is measured beside this working tree")
+    parser.add_argument(
+        "--against", help="with --stages: an older commit, or a directory with its src, that is measured beside this working tree"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -76,7 +79,9 @@ def _over_stages(args: argparse.Namespace) -> None:
 
     with ExitStack() as stack, harness.heading(f"One prompt of {args.tokens} tokens in chunks of {args.chunk or 'the default'}"):
         trees = {"now": Path(harness.__file__).parents[1]}
-        if args.against:
+        if args.against and Path(args.against).is_dir():
+            trees = {args.against: Path(args.against)} | trees
+        elif args.against:
             old = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             shot = subprocess.run(["git", "-C", trees["now"], "archive", args.against, "src"], check=True, capture_output=True)
             subprocess.run(["tar", "-x", "-C", old], input=shot.stdout, check=True)
