@@ -155,7 +155,7 @@ def even_chunk(most: int, start: int, target: int, doubling: int) -> int:
     chunks of equal time. A token at position `doubling` takes twice as long as the first."""
     begin = doubling + start
     tokens = math.sqrt(begin**2 + most * (2 * doubling + target)) - begin  # a chunk's time is the area below begin .. end
-    return min(most, -(-int(tokens) // UNIT) * UNIT)
+    return min(most, max(-(-int(tokens) // UNIT) * UNIT, LEAST))
 
 
 def _streams(sequences: Iterable[Sequence]) -> bool:
