@@ -40,7 +40,7 @@ MARGIN = 0.03
 """Minimum distance of `EASE` above `--memory-fraction`, since a full KV cache is normal. Also the hysteresis: pressure ends
 this far below `EASE`."""
 
-DOUBLING = {True: 6, False: 2}
+DOUBLING = {True: 6, False: 1}
 """`Limits.prefill_doubling` in hidden sizes, by whether a GPU computes: by arithmetic, and on CPUs, whose softmax is slow."""
 
 
