@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -89,7 +90,7 @@ def _over_stages(args: argparse.Namespace) -> None:
         harness.prepared(args.model, args.dtype, harness.on_gpu())
         players = {}
         for name, tree in trees.items():
-            env = harness.child_environment({"PYTHONPATH": f"{tree}/src"})
+            env = harness.child_environment({"PYTHONPATH": os.pathsep.join([f"{tree}/src", *sys.path[1:]])})
             command = [sys.executable, __file__, *sys.argv[1:], "--play"]
             player = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             players[name] = stack.enter_context(player)
