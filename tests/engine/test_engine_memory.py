@@ -76,11 +76,14 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
         max_context=64,
         micro_batches=1,
         ranks=[SimpleNamespace(stages=2, drafts=0, mtp=False)],
-        description=SimpleNamespace(eos_token_ids=(), vocab_size=9, whole_pictures=False, num_heads=heads, num_kv_heads=8),
+        description=SimpleNamespace(
+            eos_token_ids=(), vocab_size=9, whole_pictures=False, num_heads=heads, num_kv_heads=8, hidden_size=64
+        ),
     )
     settings = Settings(speculation=SpeculationSettings(speculative_method="ngram", num_speculative_tokens=5))
-    found = make_limits(settings, layout, [ready(0, "a", metal=metal), ready(1, "b")], shrink=False).speculation
-    assert (found.drafts if found else None) == drafts
+    limits = make_limits(settings, layout, [ready(0, "a", metal=metal), ready(1, "b", metal=metal)], shrink=False)
+    assert (limits.speculation.drafts if limits.speculation else None) == drafts
+    assert limits.prefill_doubling == (6 * 64 if metal else 0), "on CUDA each size of a chunk costs"
 
 
 def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():

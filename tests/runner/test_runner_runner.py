@@ -15,7 +15,7 @@ from tandem.errors import BatchDesync
 from tandem.loading.stage import StageModel
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SavePrefixOp, StepPlan, batch_fingerprint
-from tandem.runner.runner import Runner
+from tandem.runner.runner import PendingStep, Runner
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [5, 6, 7, 8]
@@ -230,3 +230,10 @@ def test_what_is_not_allowed_is_not_chosen(runner: Runner, stage: StageModel) ->
     allowed[77] = True
     assert runner.execute(first(), {"a": allowed}).finish().tokens == [77]
     assert runner.execute(decode(1, 4), {"b": allowed}).finish().tokens != [77]
+
+
+def test_a_step_that_waited_while_the_one_before_was_computed_took_what_the_device_took():
+    step = PendingStep(StepPlan(0, 0), started=10.0, waits=[(10.0, 13.0)])
+    assert step.busy_s(before=12.0, now=15.0) == 2.0, "one second of the wait was the step before's"
+    assert step.busy_s(before=14.0, now=15.0) == 1.0
+    assert step.busy_s(before=0.0, now=15.0) == 2.0

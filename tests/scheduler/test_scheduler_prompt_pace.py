@@ -298,3 +298,18 @@ def test_stages_are_busy_with_one_prompt_and_streams_wait_no_longer_than_was_ask
     assert gaps[int(0.99 * len(gaps))] <= asked_s * SLACK + 2 * DECODE_S
     alone_s = length * token_s
     assert alone_s / (device.now - begun) > 1.8, "times as fast as one stage after the other"
+
+
+def test_chunks_of_one_prompt_over_stages_take_the_same_time() -> None:
+    device = Device(Scheduler(limits(stages=3, micro_batches=3, prefill_doubling=1000)), lambda now: 0.001)
+    device.submit("long", 4000, 1)
+    device.until(ends("long"))
+    ops = [op for plan, _ in device.done for op in plan.prefill]
+    times = [op.count * (1 + (op.start + op.count / 2) / 1000) for op in ops]
+    assert ops[0].count == 512 and len(ops) <= 4000 // 512 + 3
+    assert max(times) <= 1.2 * times[len(ops) // 2], "those of one size: 1.7 times"
+    device.submit("one", 4000, 1)
+    device.submit("another", 4000, 1)
+    since = len(device.done)
+    device.until(ends("one"))
+    assert {plan.prefill[0].count for plan, _ in device.done[since:-1] if plan.prefill} == {512}, "they fill the stages"

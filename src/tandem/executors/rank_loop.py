@@ -108,7 +108,7 @@ class RankLoop:
             while (step := self._steps.get()) is not None:
                 result = step.finish()
                 now = time.perf_counter()
-                busy = max(now - max(step.started, self._finished_at) - step.waited, 0.0)
+                busy = step.busy_s(self._finished_at, now)
                 self._finished_at = now
                 peak, used = self._memory()
                 account = RankStep(self._rank, step.plan.step_id, busy, step.kv_bytes, step.prefix_bytes, step.digest())

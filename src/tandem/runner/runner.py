@@ -44,8 +44,8 @@ class PendingStep:
     plan: StepPlan
     started: float
     """Start of the step, in seconds of time.perf_counter()."""
-    waited: float = 0.0
-    """Seconds spent waiting for other stages."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each wait for other stages, in seconds of time.perf_counter()."""
     kv_bytes: int = 0
     prefix_bytes: int = 0
     ids: list[str] = field(default_factory=list)
@@ -69,6 +69,12 @@ class PendingStep:
     made: list[mx.array] = field(default_factory=list)
     """uint32 digests of each forward pass's output, if another rank receives or also computes it. Logits gathered over a
     stage's ranks are included."""
+
+    def busy_s(self, before: float, now: float) -> float:
+        """Return the seconds that the device has computed this step until `now`; `before`: end of the previous step, which it
+        computed while this one waited."""
+        begin = max(self.started, before)
+        return max(now - begin - sum(max(end - max(start, begin), 0.0) for start, end in self.waits), 0.0)
 
     def finish(self) -> StepResult:
         """Wait for the step and return its result. Tokens, in the plan's order, and vectors come only from the last stage."""
@@ -420,7 +426,7 @@ class Runner:
         self.waiting = True
         yield
         self.waiting = False
-        pending.waited += time.perf_counter() - started
+        pending.waits.append((started, time.perf_counter()))
 
     def _feedback(self, pending: PendingStep, ids: list[str]) -> mx.array:
         """Return int32 [n]: the last token of each of `ids`, on the device."""

@@ -40,6 +40,9 @@ class Limits:
     """Maximum plans of one micro-batch without a result, beside those with prompt chunks alone."""
     stages: int = 1
     """Stages of the pipeline; one more chunk of prompts than that is in progress at once."""
+    prefill_doubling: int = 0
+    """Position at which a prompt token takes twice as long as the first, roughly; then chunks of one prompt over several stages
+    become shorter, to take the same time. 0: all are of one size."""
     prefix_tokens: int = 0
     """KV positions, part of `kv_tokens`, for cached prefixes; 0 for no prefix cache."""
     prefix_trimmable: bool = True

@@ -22,6 +22,8 @@ MOST_AHEAD = 20.0
 """Maximum pause of embedding prompts, in decode steps."""
 LEARN = 0.2
 """Weight of the latest step in the moving averages."""
+UNIT = 16
+"""Chunks of equal time are a multiple of these tokens."""
 SAME_S = 1e-6
 """Difference of times that is due to rounding."""
 ODD = 4.0
@@ -46,9 +48,18 @@ class PromptPace:
         self._ahead_s = 0.0
         """Seconds of embedding beside decoding streams, minus seconds of decoding since."""
 
-    def chunk(self, most: int, beside: Iterable[Sequence], plans: int = 1) -> int:
+    def chunk(self, most: int, beside: Iterable[Sequence], plans: int = 1, doubling: int = 0) -> int:
         """Return the prompt tokens allowed in the next step, given the running sequences `beside`. `most` if costs are
-        unknown or none of them decodes. `plans`: steps with prompts that a sequence waits for between two tokens."""
+        unknown or none of them decodes. `plans`: steps with prompts that a sequence waits for between two tokens.
+        `doubling`: as in `Limits`; chunks of one prompt take the same time, while those of several fill the stages."""
+        if not doubling:
+            return self._timed(most, beside, plans)
+        members = [*beside]
+        most, prompts = self._timed(most, members, plans), [one for one in members if not one.decoding]
+        return even_chunk(most, prompts[0].computed, prompts[0].target, doubling) if len(prompts) == 1 else most
+
+    def _timed(self, most: int, beside: Iterable[Sequence], plans: int) -> int:
+        """Return the tokens of `most` that keep the time limit."""
         limit_s, token_s = self.limit_s, self.token_s
         if limit_s is None or token_s is None or not _streams(beside):
             return most
@@ -137,6 +148,14 @@ class PromptPace:
 
     def _halved(self, most: int) -> int:
         return max(most >> self._halvings, min(LEAST, most))
+
+
+def even_chunk(most: int, start: int, target: int, doubling: int) -> int:
+    """Return the tokens of a prompt's chunk at `start`, at most `most`, such that its `target` tokens take `target / most`
+    chunks of equal time. A token at position `doubling` takes twice as long as the first."""
+    begin = doubling + start
+    tokens = math.sqrt(begin**2 + most * (2 * doubling + target)) - begin  # a chunk's time is the area below begin .. end
+    return min(most, max(-(-int(tokens) // UNIT) * UNIT, LEAST))
 
 
 def _streams(sequences: Iterable[Sequence]) -> bool:

@@ -220,8 +220,8 @@ class Scheduler:
 
     def _chunk(self) -> int:
         """Return the prompt tokens allowed in the next step."""
-        plans = self.limits.stages + (self.limits.stages > 1)
-        return self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members(), plans=plans)
+        plans, limits = self.limits.stages + (self.limits.stages > 1), self.limits
+        return self.prompts.chunk(limits.prefill_chunk, self.batches.members(), plans, limits.prefill_doubling)
 
     def _speculate(self, micro_batch: MicroBatch, decode: list[Sequence]) -> SpecDecodePlan | None:
         """Return the tokens that the micro-batch decodes from, with drafts. None if each sequence decodes one token from the
