@@ -72,7 +72,8 @@ class _Known:
         if position > first + self.pending:
             self._skip(position - first)
             self.states.clear()
-        self._keep(max(position - self.held + 1, 0))
+        if (kept := max(position - first, 0)) < self.pending:
+            self.states = self._take(kept)
         self.states.append((states, row, range(count)))
 
     def forget(self) -> None:
@@ -89,9 +90,6 @@ class _Known:
     def _skip(self, positions: int) -> None:
         self.held += positions
         self.skipped += positions
-
-    def _keep(self, count: int) -> None:
-        self.states = self._take(count)
 
     def _take(self, count: int) -> list[tuple[mx.array, int, range]]:
         """Return the first `count` states, and drop them."""

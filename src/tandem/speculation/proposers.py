@@ -32,6 +32,8 @@ LEAST = 0.15
 """Accuracy below which a sequence gets no drafts, whatever the step costs."""
 RETRY, MOST_RETRY = 512, 16384
 """Steps before unused drafting is tried again; the interval doubles each time, up to the second value."""
+FIRST = 4
+"""Predictions of a draft model before more than one token is requested at once."""
 TRY_AGAIN = 64
 """Tokens without drafts, of all sequences, before a draft model that failed is retried; doubles each time it fails again."""
 READ = 1024
@@ -84,6 +86,10 @@ class Proposer(Protocol):
     def hits(self) -> float:
         """Expected fraction of correct predictions."""
 
+    @property
+    def trial(self) -> bool:
+        """True if one draft at a time is worth requesting, to learn whether predictions are correct."""
+
     def read(self, tokens: Sequence[int]) -> None:
         """Read the sequence's tokens so far. Long prompts are read in parts, before decoding."""
 
@@ -107,12 +113,13 @@ class ModelAccuracy:
         """Tokens of sequences without drafts since the last retry."""
         self.patience = TRY_AGAIN
         """Value of `untried` at which the next retry is due; doubles each time one fails."""
-        self._count = 1
+        self.count = 0
+        """Recorded predictions."""
 
     def note(self, right: bool) -> None:
         """Record a prediction."""
-        self._count += 1
-        self.hits += (right - self.hits) * max(1 / self._count, STEADY)
+        self.count += 1
+        self.hits += (right - self.hits) * max(1 / (self.count + 1), STEADY)
 
 
 class ModelProposer:
@@ -133,6 +140,11 @@ class ModelProposer:
     def hits(self) -> float:
         """Accuracy for this sequence, half-way to that over all: few predictions of its own are a matter of luck."""
         return (self._own + self._shared.hits) / 2
+
+    @property
+    def trial(self) -> bool:
+        """True for the first predictions of all, and in a retry."""
+        return self._before is not None or self._shared.count < FIRST
 
     def read(self, tokens: Sequence[int]) -> None:
         """Count the tokens without drafts, and retry after enough of them."""
@@ -165,6 +177,8 @@ class ModelProposer:
 
 class NgramProposer:
     """Proposer for n-gram matches in the sequence itself."""
+
+    trial = False
 
     def __init__(self, limits: SpeculationLimits) -> None:
         self._index = NgramIndex(limits.shortest, limits.longest)
@@ -320,9 +334,13 @@ class Speculation:
         """Return the number of tokens, up to `most`, to request from the draft model for these sequences' next step."""
         if self._limits is None or not self._limits.model:
             return 0
-        rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
+        trials = [one.proposer is not None and one.proposer.trial for one in sequences]
+        rows = [
+            ([0] * (0 if trial and one.drafts(1) else min(most, one.room)), one.proposer.hits if one.proposer else 0.0)
+            for one, trial in zip(sequences, trials, strict=True)
+        ]
         best = best_drafts(rows, self._costs) if any(drafts for drafts, _ in rows) else None
-        return max(map(len, best)) if best else 0
+        return max(min(len(row), 1 if trial else most) for row, trial in zip(best, trials, strict=True)) if best else 0
 
     def took(self, plan: StepPlan, seconds: float | None, *, ahead: bool) -> None:
         """Record a result `seconds` after the previous one of its micro-batch; None if unknown.
