@@ -8,12 +8,14 @@ from secrets import token_hex
 from typing import TypeVar
 
 from fastapi import Request
+from msgspec.structs import replace
 from pydantic_core import to_json
 
 from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.pictures import Picture
+from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.server.body_validation import LARGE_BODY
 from tandem.server.chats.picture_fetch import fetch_pictures
 from tandem.server.chats.pictures import OMITTED, WEB, check_given, takes_pictures
@@ -22,6 +24,7 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import GivenPicture, Message
+from tandem.text.pictures import Prepared
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer, check_bytes, encode_fitting
 
@@ -114,9 +117,17 @@ class RequestTexts:
                 pass  # rendered by a worker process instead
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
         if sees:
-            task |= {"mark": mark, "pictures": [(picture.url, picture.low) for picture in pictures]}
-            seen = await self.ask("see", task, tuple[bytes, str, list[Picture]], prepare="load_pictures")
-            return Rendered(_ids(seen[0]), seen[1], tuple(seen[2]))
+            kept, keys = self._loaded.prepared, [(self.status.source, picture.url, picture.low) for picture in pictures]
+            known = {number: kept[key] for number, key in enumerate(keys, 1) if key in kept}
+            task |= {"mark": mark, "known": {number: picture._replace(inputs=b"") for number, picture in known.items()}}
+            task["pictures"] = [("" if number in known else key[1], key[2]) for number, key in enumerate(keys, 1)]
+            seen = await self.ask("see", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load_pictures")
+            prepared = [known.get(number, picture) for number, picture in enumerate(seen[3], 1)]
+            kept.update(zip(keys, prepared, strict=True))
+            while sum(len(key[1]) + picture.size for key, picture in kept.items()) > MAX_PICTURE_BYTES:
+                del kept[next(iter(kept))]
+            whole = (replace(picture, inputs=made.inputs) for picture, made in zip(seen[2], prepared, strict=True))
+            return Rendered(_ids(seen[0]), seen[1], tuple(whole))
         packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
 

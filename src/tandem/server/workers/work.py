@@ -29,7 +29,7 @@ from tandem.server.fields import Unknown
 from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.text.pictures import processor_of, tokens_with_pictures
+from tandem.text.pictures import Prepared, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import encode_fitting
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
@@ -77,16 +77,17 @@ def load_pictures(model: TextsOf, **_: object) -> None:
 
 
 def see(
-    model: TextsOf, context: int, conversation: bytes, mark: str, pictures: list[tuple[str, bool]]
-) -> tuple[bytes, str, list[Picture]]:
-    """Return what `render` returns for a conversation with pictures, and the pictures. Raises RequestError.
+    model: TextsOf, context: int, conversation: bytes, mark: str, pictures: list[tuple[str, bool]], known: dict[int, Prepared]
+) -> tuple[bytes, str, list[Picture], list[Prepared]]:
+    """Return what `render` returns for a conversation with pictures, the pictures without inputs, and how they were prepared.
 
-    `mark`: text that stands for a picture. `pictures`: URL of each, and whether a small one is enough.
+    `mark`: text that stands for a picture. `pictures`: URL of each, and whether a small one is enough. `known`: those that were
+    prepared before, by number. Raises RequestError.
     """
     given, tokenizer, processor = from_json(conversation), _tokenizer(model), processor_of(model.source)
     text = prompt_text(tokenizer, **given, quick=False, marks=Marks(mark, processor.placeholder))
-    tokens, seen = tokens_with_pictures(tokenizer, processor, context, given["messages"], pictures, text)
-    return _packed(tokens), text[-END:], seen
+    tokens, seen, prepared = tokens_with_pictures(tokenizer, processor, context, given["messages"], pictures, text, known)
+    return _packed(tokens), text[-END:], [msgspec.structs.replace(one, inputs=b"") for one in seen], prepared
 
 
 def describe_form(form: bytes) -> str:
