@@ -7,13 +7,13 @@ import hashlib
 import inspect
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from tandem.checkpoints.config import read_json
@@ -46,6 +46,8 @@ class Prepared(NamedTuple):
     """Number of its placeholder tokens."""
     key: str
     inputs: bytes
+    size: int
+    """Bytes of its inputs, which are left out (`b""`) where the api has them."""
 
 
 def _of_mlx_vlm(source: str, base: Any, package: str, name: str) -> Any:
@@ -112,7 +114,7 @@ class Processor:
         inputs = save(arrays)
         key = hashlib.sha256(self._settings.encode() + inputs).hexdigest()
         tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.token))
-        return Prepared(found["text_replacement_offsets"][0][0]["replacement"], tokens, key, inputs)
+        return Prepared(found["text_replacement_offsets"][0][0]["replacement"], tokens, key, inputs, len(inputs))
 
 
 @lru_cache(maxsize=2)
@@ -138,25 +140,25 @@ def tokens_with_pictures(
     messages: Sequence[JsonMapping],
     pictures: Sequence[tuple[str, bool]],
     text: str,
-) -> tuple[list[int], list[Picture]]:
-    """Return the prompt's tokens with those of the pictures, and the pictures. `pictures`: URL, and whether a small one is
-    enough. `text`: that of the messages, with the processor's placeholder for each picture.
+    known: Mapping[int, Prepared] = MappingProxyType({}),
+) -> tuple[list[int], list[Picture], list[Prepared]]:
+    """Return the prompt's tokens with those of the pictures, the pictures, and how they were prepared.
+
+    `pictures`: URL, and whether a small one is enough. `text`: that of the messages, with the processor's placeholder for each
+    picture. `known`: pictures that were prepared before, by number from 1.
 
     Raises RequestError.
     """
     prepared, tokens, size = [], 0, 0
     for number, (url, low) in enumerate(pictures, 1):
-        image = decoded(number, url)
-        if low:
-            image.thumbnail(LOW)
         try:
-            prepared.append(processor.prepare(image))
-        except MemoryError:
+            prepared.append(known.get(number) or processor.prepare(decoded(number, url, low=low)))
+        except (RequestError, MemoryError):
             raise
         except Exception as error:  # a library's, about this picture
             why = " ".join(str(error).split())[:200]
             raise refusal(number, f"is refused by the model's processor ({why})", "send it in another size") from error
-        tokens, size = tokens + prepared[-1].tokens, size + len(prepared[-1].inputs)
+        tokens, size = tokens + prepared[-1].tokens, size + prepared[-1].size
         if tokens > context:
             raise too_long(context, "messages", tokens, least=True)
         if size > MAX_PICTURE_BYTES:
@@ -183,11 +185,14 @@ def tokens_with_pictures(
         start, end = places[first], places[first + picture.tokens - 1]
         found.append(Picture(key=picture.key, start=start, length=end - start + 1, inputs=picture.inputs))
         first += picture.tokens
-    return ids, found
+    return ids, found, prepared
 
 
-def decoded(number: int, url: str) -> Any:
-    """Return the picture of a data URI as Pillow's, in RGB and upright. Raises RequestError about picture `number`."""
+def decoded(number: int, url: str, *, low: bool = False) -> Any:
+    """Return the picture of a data URI as Pillow's, in RGB and upright, and with `low` a small one.
+
+    Raises RequestError about picture `number`.
+    """
     import numpy as np
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -209,7 +214,10 @@ def decoded(number: int, url: str) -> Any:
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        return image.convert("RGB")
+        image = image.convert("RGB")
+        if low:
+            image.thumbnail(LOW)
+        return image
     except (RequestError, MemoryError):
         raise
     except Image.DecompressionBombError:  # also Pillow's own

@@ -21,7 +21,7 @@ from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
 from tandem.models.pictures import OFF, why_no_pictures
-from tandem.server.chats import picture_fetch
+from tandem.server.chats import picture_fetch, request_texts
 from tandem.server.chats.pictures import check_given
 from tandem.server.chats.prompt import Marks, prompt_text
 from tandem.server.openai.messages import GivenPicture
@@ -86,6 +86,28 @@ def test_the_prompt_has_a_placeholder_for_each_patch_and_the_engine_gets_the_arr
     ask(seeing, part(uri(encoded(tall))), part(uri(encoded(noise(8, 24, seed=2)))))
     keys = [picture.key for picture in seeing.engine.last.pictures]
     assert keys[0] == request.pictures[1].key != keys[1], "the key tells pictures apart, whatever file they came in"
+
+
+def test_a_picture_of_an_earlier_request_is_not_prepared_again(seeing, monkeypatch):
+    tasks, real = [], request_texts.RequestTexts.ask
+
+    async def ask_worker(self, function, arguments, *more, **options):
+        tasks.append(arguments)
+        return await real(self, function, arguments, *more, **options)
+
+    monkeypatch.setattr(request_texts.RequestTexts, "ask", ask_worker)
+    old, new = (part(uri(encoded(noise(16, 16, seed)))) for seed in (31, 32))
+    assert ask(seeing, old, "a").status_code == 200
+    before = seeing.engine.last.pictures
+    assert ask(seeing, "another question", new, old).status_code == 200
+    after = seeing.engine.last.pictures
+    assert (after[1].key, after[1].inputs) == (before[0].key, before[0].inputs) != (after[0].key, after[0].inputs)
+    assert after[1].start > after[0].start > before[0].start and load(after[0].inputs)["pixel_values"].size
+    assert [url for url, _ in tasks[-1]["pictures"]] == [new["image_url"]["url"], ""] and not tasks[-1]["known"][2].inputs
+    monkeypatch.setattr(request_texts, "MAX_PICTURE_BYTES", 0)
+    for _ in range(2):
+        assert ask(seeing, "b", old).status_code == 200
+    assert not tasks[-1]["known"] and seeing.engine.last.pictures[0].inputs == before[0].inputs
 
 
 def test_all_apis_hand_over_the_same_picture(seeing):
@@ -366,7 +388,7 @@ def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, show
     processor, options = processor_of(str(tmp_path)), {"tools": [], "variables": {}, "add_generation_prompt": True}
     text = prompt_text(tokenizer, messages, **options, quick=False, marks=Marks("<mark>", processor.placeholder))
     given = [(uri(encoded(noise())), False)]
-    tokens, [picture] = tokens_with_pictures(tokenizer, processor, 256, messages, given, text)
+    tokens, [picture], _ = tokens_with_pictures(tokenizer, processor, 256, messages, given, text)
     assert tokenizer.decode(tokens[picture.start : picture.start + picture.length], False) == shown
     text = tokenizer.decode(tokens, False)
     assert "sys<" in text and before + shown in text

@@ -8,12 +8,14 @@ from secrets import token_hex
 from typing import TypeVar
 
 from fastapi import Request
+from msgspec.structs import replace
 from pydantic_core import to_json
 
 from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.pictures import Picture
+from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.server.body_validation import LARGE_BODY
 from tandem.server.chats.picture_fetch import fetch_pictures
 from tandem.server.chats.pictures import OMITTED, WEB, check_given, takes_pictures
@@ -22,6 +24,7 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import GivenPicture, Message
+from tandem.text.pictures import Prepared
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer, check_bytes, encode_fitting
 
@@ -111,9 +114,18 @@ class RequestTexts:
             except TooExpensive:
                 pass  # rendered by a worker process instead
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
-        task |= {"mark": mark, "pictures": [(picture.url, picture.low) for picture in pictures]}
-        packed, end, seen = await self.ask("render", task, tuple[bytes, str, list[Picture]], prepare="load")
-        return Rendered(_ids(packed), end, tuple(seen))
+        kept, keys = self._loaded.prepared, [(self.status.source, picture.url, picture.low) for picture in pictures]
+        known = {number: kept[key] for number, key in enumerate(keys, 1) if key in kept}
+        task |= {"mark": mark, "known": {number: picture._replace(inputs=b"") for number, picture in known.items()}}
+        task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
+        returns = tuple[bytes, str, list[Picture], list[Prepared]]
+        packed, end, seen, made = await self.ask("render", task, returns, prepare="load")
+        prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
+        kept.update(zip(keys, prepared, strict=True))
+        while sum(len(url) + picture.size for (_, url, _), picture in kept.items()) > MAX_PICTURE_BYTES:
+            del kept[next(iter(kept))]
+        whole = (replace(picture, inputs=one.inputs) for picture, one in zip(seen, prepared, strict=True))
+        return Rendered(_ids(packed), end, tuple(whole))
 
     async def _with_bytes(self, pictures: list[GivenPicture]) -> list[GivenPicture]:
         """Return the pictures as data URIs; those at http(s) URLs are fetched. Raises RequestError."""

@@ -18,6 +18,7 @@ from tandem.errors import TandemError, UnavailableError
 from tandem.guided.accept import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
+from tandem.text.pictures import Prepared
 from tandem.text.tokenizer import Tokenizer, check_template_file, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,9 @@ class Texts:
         self._tokenizer: Tokenizer | None = None
         self._grammars: tuple[Tokenizer, GrammarCheck] | None = None
         self._lock = asyncio.Lock()
+        self.prepared: dict[tuple[str, str, bool], Prepared] = {}
+        """Pictures as the processor prepared them, oldest first, by source of the model, URL, and whether a small one is
+        enough."""
 
     def ready(self, status: EngineStatus) -> bool:
         """Return whether the tokenizer of this engine's model is loaded."""

@@ -29,7 +29,7 @@ from tandem.server.fields import Unknown
 from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.text.pictures import processor_of, tokens_with_pictures
+from tandem.text.pictures import Prepared, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import encode_fitting
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
@@ -65,21 +65,23 @@ def encode(model: TextsOf, texts: list[str], context: int, param: str, special: 
 
 
 def render(
-    model: TextsOf, context: int, conversation: bytes, mark: str, pictures: list[tuple[str, bool]]
-) -> tuple[bytes, str, list[Picture]]:
-    """Return a conversation's prompt as token ids (int32 bytes), the end of its text, and its pictures. Raises RequestError.
+    model: TextsOf, context: int, conversation: bytes, mark: str, pictures: list[tuple[str, bool]], known: dict[int, Prepared]
+) -> tuple[bytes, str, list[Picture], list[Prepared]]:
+    """Return a conversation's prompt as token ids (int32 bytes), the end of its text, its pictures without inputs, and how
+    they were prepared. Raises RequestError.
 
     `conversation`: keyword arguments of `prompt_text` as JSON, since msgpack has no integers above 64 bits. `mark`: text that
-    stands for a picture. `pictures`: URL of each, and whether a small one is enough.
+    stands for a picture. `pictures`: URL of each, and whether a small one is enough. `known`: those that were prepared before,
+    by number.
     """
     given, tokenizer = from_json(conversation), _tokenizer(model)
     if not pictures:
         prompt = rendered(tokenizer, context, given, quick=False)
-        return _packed(prompt.tokens), prompt.end, []
+        return _packed(prompt.tokens), prompt.end, [], []
     processor = processor_of(model.source)
     text = prompt_text(tokenizer, **given, quick=False, marks=Marks(mark, processor.placeholder))
-    tokens, seen = tokens_with_pictures(tokenizer, processor, context, given["messages"], pictures, text)
-    return _packed(tokens), text[-END:], seen
+    tokens, seen, prepared = tokens_with_pictures(tokenizer, processor, context, given["messages"], pictures, text, known)
+    return _packed(tokens), text[-END:], [msgspec.structs.replace(one, inputs=b"") for one in seen], prepared
 
 
 def describe_form(form: bytes) -> str:
