@@ -26,6 +26,7 @@ from tandem.loading.weights import PartLoader, Weights, load_file, one_line, ope
 from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.draft_heads import DraftHead, part_name, read_dflash, read_eagle3
 from tandem.models.families.table import family_of
+from tandem.models.mtp import Paths
 from tandem.models.sources import require_mlx_vlm
 
 
@@ -119,7 +120,7 @@ def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
     if weights:
         raise BrokenModel(f"{where}: weight {min(weights)} does not fit config.json", param="draft_model")
     if shares:
-        built.embed_tokens = _model_part("embed", target, stage, loaded, dequantize=dequantize)
+        built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
     return Eagle3Head(built, _arrays(loaded), head.description, stage)
 
 
@@ -142,10 +143,10 @@ def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
     loaded = _load_parts(built, weights, stage)
     if weights:
         raise BrokenModel(f"--draft-model {files.name}: weight {min(weights)} does not fit config.json", param="draft_model")
-    built.embed_tokens = _model_part("embed", target, stage, loaded, dequantize=dequantize)
+    built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
     built.lm_head = built.embed_tokens.as_linear
     if not model.tied_head:
-        built.lm_head = _model_part("head", target, stage, loaded, dequantize=dequantize)
+        built.lm_head = model_part("head", target, stage, loaded, dequantize=dequantize)
     built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
     mx.eval(built._fused_context_kv_weight)
     return DFlashHead(built, [*_arrays(loaded), built._fused_context_kv_weight], head.description, stage)
@@ -166,12 +167,12 @@ def _load_parts(built: Any, weights: Weights, stage: StageModel) -> list[nn.Modu
     return loaded
 
 
-def _model_part(part: str, target: ModelFiles, stage: StageModel, loaded: list[nn.Module], *, dequantize: bool) -> nn.Module:
+def model_part(part: str, target: ModelFiles, stage: StageModel, loaded: list[nn.Module], *, dequantize: bool) -> nn.Module:
     """Return the embedding (`embed`) or output projection (`head`) of the model in `target`. What the stage lacks, or has only
     a part of, is loaded whole, and added to `loaded`."""
     model = describe(target)
-    inner = family_of(model.family).layers.removesuffix("layers")
-    place = f"{inner}embed_tokens" if part == "embed" else f"{inner.removesuffix('model.')}lm_head"
+    paths = Paths.of(family_of(model.family).layers)
+    place = paths.embedding if part == "embed" else paths.output
     shared = stage.modules.get(place) if (part == "embed" and stage.is_first) or stage.shard is None else None
     if shared is not None:
         return shared
