@@ -15,7 +15,7 @@ from submitted import Killer, ask, check, submitted
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
 from tandem.engine.engine import Engine
-from tandem.errors import ModelError
+from tandem.errors import ConfigError, ModelError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.footprint import rank_position, rank_weights
@@ -223,3 +223,8 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, tu
 def test_a_head_is_refused_where_none_is_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="draft heads of llama are not read, those of deepseek_v3"):
         LLM(str(tiny_model(tmp_path / "a")), **MTP)
+    (assistant := tmp_path / "assistant").mkdir()
+    (assistant / "config.json").write_text('{"model_type": "gemma4_assistant", "backbone_hidden_size": 64}')
+    mx.save_safetensors(str(assistant / "model.safetensors"), {"pre_projection.weight": mx.zeros((32, 128))})
+    with pytest.raises(ConfigError, match="is a gemma4_assistant, which guesses from the model's own keys and values"):
+        LLM(str(tiny_model(tmp_path / "b", "gemma4")), draft_model=str(assistant))

@@ -13,18 +13,16 @@ from typing import NamedTuple
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 
-_TWO_LAYERS = "nemotron_h"
-_BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", _TWO_LAYERS)
-"""Types that keep the head beside the model's layers, under names of its own."""
-FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", *_BESIDE)
-"""Types whose heads are read."""
 JOIN = ("enorm", "hnorm", "eh_proj")
 """Modules that make the layer's input: norm of the embedding, norm of the hidden state, and the projection of both."""
 NORM = "shared_head.norm"
 """Norm after the layer, before the model's own output projection."""
-_NAMES = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": NORM}
-"""Names in heads of `_BESIDE` -> the other types' names."""
-_NAMES_OF_TWO = {"layers.1.final_layernorm": NORM}
+_QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": NORM}
+_TWO_LAYERS = "nemotron_h"
+_NAMES = {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "qwen3_next": _QWEN, _TWO_LAYERS: {"layers.1.final_layernorm": NORM}}
+"""Types that keep the head beside the model's layers -> names there -> the other types' names."""
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", *_NAMES)
+"""Types whose heads are read."""
 _SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.", "layers.")
 """Copies of the model's own embedding and output projection, computed tables, and layers after the first: not read."""
 
@@ -50,15 +48,11 @@ def input_norm(family: str) -> str:
     return "norm" if family == _TWO_LAYERS else "input_layernorm"
 
 
-def _names(family: str) -> Mapping[str, str]:
-    return {} if family not in _BESIDE else _NAMES_OF_TWO if family == _TWO_LAYERS else _NAMES
-
-
 def head_tensors(family: str, num_layers: int, names: Mapping[str, object]) -> dict[str, str]:
     """Return the stored names of the tensors of a checkpoint's draft head -> names below its layer; empty without one."""
-    prefix = r"(?:\w+\.)*mtp\.(?:layers\.0\.)?" if family in _BESIDE else rf"model\.layers\.{num_layers}\."
+    prefix = r"(?:\w+\.)*mtp\.(?:layers\.0\.)?" if family in _NAMES else rf"model\.layers\.{num_layers}\."
     found = {name: name[match.end() :] for name in names if (match := re.match(prefix, name))}
-    parts, known = {name: short.rpartition(".") for name, short in found.items()}, _names(family)
+    parts, known = {name: short.rpartition(".") for name, short in found.items()}, _NAMES.get(family, {})
     found = {name: f"{known.get(module, module)}.{kind}" for name, (module, _, kind) in parts.items()}
     if family not in FAMILIES or not any(short.startswith("eh_proj.") for short in found.values()):
         return {}
@@ -68,9 +62,9 @@ def head_tensors(family: str, num_layers: int, names: Mapping[str, object]) -> d
 
 def stored_name(family: str, num_layers: int, part: str) -> str:
     """Return the name under which checkpoints keep a module of their head."""
-    if family not in _BESIDE:
+    if family not in _NAMES:
         return f"model.layers.{num_layers}.{part}"
-    return next((f"mtp.{name}" for name, theirs in _names(family).items() if theirs == part), f"mtp.layers.0.{part}")
+    return next((f"mtp.{name}" for name, theirs in _NAMES[family].items() if theirs == part), f"mtp.layers.0.{part}")
 
 
 def require_head(name: str, family: str, num_layers: int, hidden_size: int, tensors: Mapping[str, TensorInfo]) -> None:
