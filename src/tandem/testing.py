@@ -115,10 +115,8 @@ def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) 
     one |= {"hybrid_override_pattern": ["*", "E"]} if family == "nemotron_h" else {}
     one = {**settings, "text_config": one} if "text_config" in settings else one
     made = _weights(one, quantized=False, seed=seed, dtype=str(dtype).removeprefix("mlx.core."))
-    for name, array in made.items():
-        number, _, rest = name.removeprefix(f"{layers}.").partition(".")
-        if name.startswith(layers):
-            arrays[(layer if number == "0" else layer.replace("0", number)) + rest] = array
+    own = {name.removeprefix(f"{layers}."): array for name, array in made.items() if name.startswith(layers)}
+    arrays |= {layer.replace(".0.", f".{name[0]}.") + name[2:]: array for name, array in own.items()}
     join = f"{stored_name(family, count, 'eh_proj')}.weight"
     new: dict[str, Any] = {f"{stored_name(family, count, name)}.weight": np.ones(width) for name in ("enorm", "hnorm", NORM)}
     new[join] = rng.standard_normal((width, 2 * width)) / width**0.5
@@ -134,8 +132,7 @@ def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) 
         output[:, 0], embedding[:, 0] = 0, 4 * (rng.random(vocab) >= right)  # marks the tokens after which the head is wrong
         new[join] = np.eye(width, 2 * width)
         new[join][:, 0] = 4 * embedding[_FIRST]
-        beside = zip(paths, (np.ones(width), embedding, output), strict=True)
-        new |= {f"{path}.weight": array for path, array in beside}
+        new |= {f"{path}.weight": array for path, array in zip(paths, (np.ones(width), embedding, output), strict=True)}
     arrays |= {name: mx.array(array).astype(dtype) for name, array in new.items()}
     mx.save_safetensors(str(path), arrays, {"format": "mlx"})
     return directory

@@ -80,7 +80,7 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
         assert status.draft_tokens > 0 and status.accepted_tokens < 0.1 * status.draft_tokens
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5", "nemotron_h"])
 def test_drafts_after_a_restart_are_those_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     first, *others = drafts_after(monkeypatch, model(tmp_path / "model", family), [{}, {}], **MTP)
     assert first and others == [first] * 2
