@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.json_types import JsonMapping, JsonObject
+from tandem.models.families.table import family_of
 from tandem.models.families.tiny import EOS, TINY, tiny_config
-from tandem.models.mtp import NORM, stored_name
+from tandem.models.mtp import NORM, Paths, stored_name
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -105,20 +106,22 @@ def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) 
     loaded = mx.load(str(path))
     assert isinstance(loaded, dict)
     arrays: dict[str, mx.array] = dict(loaded)
-    root = "language_model." if "text_config" in settings else ""
     inner: JsonObject = settings.get("text_config", settings)
     family, count, width, vocab = settings["model_type"], inner["num_hidden_layers"], inner["hidden_size"], inner["vocab_size"]
-    dtype, rng = arrays[f"{root}model.norm.weight"].dtype, np.random.default_rng(seed)
-    layer, first = stored_name(family, count, ""), f"{root}model.layers.0."
+    layers = family_of(family).layers
+    paths, rng = Paths.of(layers), np.random.default_rng(seed)
+    dtype, layer = arrays[f"{paths.norm}.weight"].dtype, stored_name(family, count, "")
     one = {**inner, "num_hidden_layers": 1, "first_k_dense_replace": 0, "full_attention_interval": 1}
-    one = {**settings, "text_config": one} if root else one
+    one |= {"hybrid_override_pattern": ["*", "E"]} if family == "nemotron_h" else {}
+    one = {**settings, "text_config": one} if "text_config" in settings else one
     made = _weights(one, quantized=False, seed=seed, dtype=str(dtype).removeprefix("mlx.core."))
-    arrays |= {layer + name.removeprefix(first): array for name, array in made.items() if name.startswith(first)}
+    own = {name.removeprefix(f"{layers}."): array for name, array in made.items() if name.startswith(layers)}
+    arrays |= {layer.replace(".0.", f".{name[0]}.") + name[2:]: array for name, array in own.items()}
     join = f"{stored_name(family, count, 'eh_proj')}.weight"
     new: dict[str, Any] = {f"{stored_name(family, count, name)}.weight": np.ones(width) for name in ("enorm", "hnorm", NORM)}
     new[join] = rng.standard_normal((width, 2 * width)) / width**0.5
     if right is not None:
-        last = {"o_proj", "down_proj", "out_proj"}
+        last = {"o_proj", "down_proj", "out_proj", "fc2"}
         arrays |= {name: mx.zeros_like(array) for name, array in arrays.items() if last & {*name.split(".")}}
         embedding: np.ndarray[Any, Any] = rng.standard_normal((vocab, width))
         follower = np.full(vocab, _FIRST)
@@ -129,8 +132,7 @@ def add_mtp_head(directory: Path, *, right: float | None = None, seed: int = 0) 
         output[:, 0], embedding[:, 0] = 0, 4 * (rng.random(vocab) >= right)  # marks the tokens after which the head is wrong
         new[join] = np.eye(width, 2 * width)
         new[join][:, 0] = 4 * embedding[_FIRST]
-        new |= {f"{root}model.embed_tokens.weight": embedding, f"{root}lm_head.weight": output}
-        new[f"{root}model.norm.weight"] = np.ones(width)
+        new |= {f"{path}.weight": array for path, array in zip(paths, (np.ones(width), embedding, output), strict=True)}
     arrays |= {name: mx.array(array).astype(dtype) for name, array in new.items()}
     mx.save_safetensors(str(path), arrays, {"format": "mlx"})
     return directory

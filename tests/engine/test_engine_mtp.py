@@ -15,7 +15,7 @@ from submitted import Killer, ask, check, submitted
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
 from tandem.engine.engine import Engine
-from tandem.errors import ModelError
+from tandem.errors import ConfigError, ModelError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.footprint import rank_position, rank_weights
@@ -25,10 +25,16 @@ from tandem.testing import add_mtp_head, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("steps_that_cost_alike")
 MTP = {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 4}'}
+NEMOTRON = {
+    "hybrid_override_pattern": ["M", "E", "*", "E"], "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
-def model(directory: Path, family: str = "glm4_moe", right: float | None = None) -> Path:
-    return add_mtp_head(tiny_model(directory, family, layers=2), right=right)
+def model(directory: Path, family: str = "glm4_moe", right: float | None = None, **options: Any) -> Path:
+    known: dict[str, Any] = {"layers": 4, "config": NEMOTRON} if family == "nemotron_h" else {"layers": 2}
+    return add_mtp_head(tiny_model(directory, family, **known, **options), right=right)
 
 
 def assert_weights_as_told(llm: LLM) -> None:
@@ -47,7 +53,7 @@ def change(directory: Path, changed: dict[str, mx.array | None]) -> None:
     mx.save_safetensors(str(path), {name: one for name, one in {**arrays, **changed}.items() if one is not None})
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "qwen3_next", "nemotron_h"])
 def test_a_head_that_is_right_is_always_accepted_after_prefix_hits_too(tmp_path: Path, family: str) -> None:
     directory = model(tmp_path, family, right=1.0)
     expected = plain(directory)
@@ -74,7 +80,7 @@ def test_a_head_that_is_never_right_changes_nothing_when_preempted_nor_with_posi
         assert status.draft_tokens > 0 and status.accepted_tokens < 0.1 * status.draft_tokens
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5", "nemotron_h"])
 def test_drafts_after_a_restart_are_those_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     first, *others = drafts_after(monkeypatch, model(tmp_path / "model", family), [{}, {}], **MTP)
     assert first and others == [first] * 2
@@ -96,15 +102,16 @@ def test_a_head_whose_kv_on_disk_is_damaged_starts_anew(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "layout"), [("glm4_moe_lite", "pipeline"), ("qwen3_5_moe", "pipeline"), ("qwen3_5", "tensor")]
+    ("family", "layout", "size"),
+    [("glm4_moe_lite", "pipeline", 2), ("nemotron_h", "pipeline", 3), ("qwen3_5_moe", "tensor", 2), ("nemotron_h", "tensor", 2)],
 )
 def test_layouts_give_the_tokens_of_plain_decoding_though_a_rank_dies_between_drafts(
-    tmp_path: Path, family: str, layout: str
+    tmp_path: Path, family: str, layout: str, size: int
 ) -> None:
     directory = model(tmp_path, family, right=0.7)
     with LLM(str(directory), prefill_chunk=16, speculative_method="none") as llm:
         expected = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
-    with LLM(str(directory), prefill_chunk=16, **MTP, **{f"{layout}_parallel_size": 2}) as llm:
+    with LLM(str(directory), prefill_chunk=16, **MTP, **{f"{layout}_parallel_size": size}) as llm:
         requests = [EngineRequest(request_id=str(i), prompt=prompt, params=GREEDY) for i, prompt in enumerate(prompts())]
         tokens: dict[str, list[int]] = {}
         for message in submitted(llm, requests, Killer(llm, lambda _: llm.engine.status().accepted_tokens > 20)):
@@ -142,6 +149,36 @@ def as_published(directory: Path) -> dict[str, mx.array]:
     return arrays
 
 
+def test_a_nemotron_head_is_read_as_published_and_drafts_what_mlx_vlm_drafts(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp")
+    directory = model(tmp_path, "nemotron_h", dtype="float32")
+    arrays: dict[str, mx.array] = {}
+    for name, array in mx.load(str(directory / "model.safetensors")).items():  # type: ignore[union-attr]
+        before, found, projection = name.partition("switch_mlp.")
+        kept = {"fc1.weight": "up_proj.weight", "fc2.weight": "down_proj.weight"}.get(projection)
+        arrays |= {f"{before}experts.{i}.{kept}": one for i, one in enumerate(array)} if found else {name: array}
+    mx.save_safetensors(str(directory / "model.safetensors"), arrays)
+    files = resolve(str(directory))
+    stage = load_stage(files, describe(files), range(4), dtype="float32")
+    head = load_mtp_head(files, describe(files), stage, dequantize=False)
+
+    config = json.loads((directory / "config.json").read_text())
+    drafter = theirs.NemotronHMTPDraftModel(theirs.NemotronHMTPConfig(text_config=config))
+    own = {name.removeprefix("mtp."): array for name, array in arrays.items() if name.startswith("mtp.")}
+    drafter.load_weights(list(drafter.sanitize(own).items()), strict=True)
+    drafter._input_embed, drafter._lm_head_fn = (stage.modules[path] for path in ("backbone.embeddings", "lm_head"))
+    drafter._cache = drafter.make_cache()
+    states = mx.random.normal((1, 5, config["hidden_size"]), key=mx.random.key(1))
+    drafter.prefill_from_target_hidden(mx.array([[7, 8, 9, 300, 4]]), states, 12, None, greedy=True)
+    expected = drafter.draft_block(12, states, None, 9, None, greedy=True)[0].tolist()
+    caches, found = head.make_caches(), list[int]()
+    hidden = head.join(mx.array([[8, 9, 300, 4, 12]]), states, caches)[:, -1:]
+    while len(found) < 8:
+        found.append(int(mx.argmax(head.head(hidden)).item()))
+        hidden = head.join(mx.array([found[-1:]]), hidden, caches)
+    assert found == expected and len(set(found)) > 2
+
+
 def test_a_head_is_read_as_published_and_computes_what_mlx_vlm_computes(tmp_path: Path) -> None:
     theirs = pytest.importorskip("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp")
     rope = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100000, "partial_rotary_factor": 0.5}
@@ -165,6 +202,7 @@ def test_a_head_is_read_as_published_and_computes_what_mlx_vlm_computes(tmp_path
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        ({"mtp.layers.1.final_layernorm": None}, "weight mtp.layers.1.final_layernorm.weight of its draft head is missing"),
         ({"shared_head.norm": None}, "weight model.layers.2.shared_head.norm.weight of its draft head is missing"),
         ({"eh_proj": (32, 64)}, "has shape (32, 64), and the model's hidden size is 64: it is another model's"),
         ({"eh_proj": (64, 64)}, "eh_proj: Expected shape (64, 128) but received shape (64, 64)"),
@@ -172,10 +210,11 @@ def test_a_head_is_read_as_published_and_computes_what_mlx_vlm_computes(tmp_path
     ],
 )
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, tuple[int, int] | None], words: str) -> None:
-    directory = model(tmp_path)
+    beside = any(name.startswith("mtp.") for name in changed)
+    directory = model(tmp_path, "nemotron_h" if beside else "glm4_moe")
     assert json.loads((directory / "config.json").read_text())["hidden_size"] == 64
-    arrays = {f"model.layers.2.{name}.weight": None if shape is None else mx.zeros(shape) for name, shape in changed.items()}
-    change(directory, arrays)
+    arrays = {f"{name}.weight": None if shape is None else mx.zeros(shape) for name, shape in changed.items()}
+    change(directory, {name if beside else f"model.layers.2.{name}": array for name, array in arrays.items()})
     with pytest.raises(ModelError) as error:
         LLM(str(directory), **MTP)
     assert words in error.value.message
@@ -184,3 +223,8 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, tu
 def test_a_head_is_refused_where_none_is_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="draft heads of llama are not read, those of deepseek_v3"):
         LLM(str(tiny_model(tmp_path / "a")), **MTP)
+    (assistant := tmp_path / "assistant").mkdir()
+    (assistant / "config.json").write_text('{"model_type": "gemma4_assistant", "backbone_hidden_size": 64}')
+    mx.save_safetensors(str(assistant / "model.safetensors"), {"pre_projection.weight": mx.zeros((32, 128))})
+    with pytest.raises(ConfigError, match="is a gemma4_assistant, which guesses from the model's own keys and values"):
+        LLM(str(tiny_model(tmp_path / "b", "gemma4")), draft_model=str(assistant))

@@ -419,6 +419,12 @@ def _find_draft_model(
     elif is_eagle3(config := read_config(draft.path)) or is_dflash(config):
         kind, method = ("an EAGLE-3", "eagle3") if is_eagle3(config) else ("a DFlash", "dflash")
         raise ConfigError(f"--draft-model {name}: is {kind} head; add --speculative-method {method}", param="draft_model")
+    elif str(config.get("model_type")).endswith("_assistant"):
+        raise ConfigError(
+            f"--draft-model {name}: is a {config['model_type']}, which guesses from the model's own keys and values, and is not "
+            "supported; name a small model with the same tokenizer",
+            param="draft_model",
+        )
     ours = load_tokenizer(files, trust_remote_code=settings.model.trust_remote_code)
     theirs = load_tokenizer(draft, trust_remote_code=settings.model.trust_remote_code)
     for token in range(description.vocab_size if captured else max(description.vocab_size, describe(draft).vocab_size)):

@@ -1,6 +1,6 @@
-"""Draft head that the model's checkpoint carries (multi-token prediction), as a model of one layer (mlx).
+"""Draft head that the model's checkpoint carries (multi-token prediction), as a model of one layer or two (mlx).
 
-The layer and the reading of its weights are mlx-lm's. Only the layer's input is built here.
+The layers and the reading of their weights are mlx-lm's. Only the layer's input is built here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,12 +24,13 @@ from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import EmbeddingAsHead, at, put
 from tandem.loading.stage import Apart, StageModel
 from tandem.loading.weights import PartLoader, Weights, open_weights
-from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.description import ModelDescription
 from tandem.models.families.table import family_of
-from tandem.models.mtp import JOIN, NORM, head_tensors
+from tandem.models.mtp import JOIN, NORM, Paths, head_tensors, input_norm
+from tandem.runner.heads.separate import model_part
 
 _ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "full_attention_interval": 1, "mlp_only_layers": []}
-"""Entries of config.json that make a model of the head's layer: with attention, and experts where the model has some."""
+"""Entries of config.json that make a model of the head's layers: with attention, and experts where the model has some."""
 _CONVOLUTION = "linear_attn.conv1d.weight"
 
 
@@ -57,21 +58,6 @@ class JoinedInput(nn.Module):  # type: ignore[misc]
         return logits
 
 
-class _Paths(NamedTuple):
-    """Paths of the modules beside the layers in a model of one layer."""
-
-    layer: str
-    norm: str
-    embedding: str
-    output: str
-
-    @classmethod
-    def of(cls, layers: str) -> _Paths:
-        """Return the paths of a model whose list of layers is at `layers`."""
-        inner = layers.removesuffix("layers")
-        return cls(f"{layers}.0", f"{inner}norm", f"{inner}embed_tokens", f"{inner.removesuffix('model.')}lm_head")
-
-
 class MTPHead(StageModel):
     """Draft head, as a stage whose forward pass also reads hidden states."""
 
@@ -80,7 +66,7 @@ class MTPHead(StageModel):
         super().__init__(pipeline_model, *rest)
         self._target = target
         self._model = pipeline_model.model
-        self._paths = _Paths.of(pipeline_model.path)
+        self._paths = Paths.of(pipeline_model.path)
         self.width = pipeline_model.width
         """Elements of the model's states at a position."""
 
@@ -120,14 +106,20 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
 
     The embedding and the output projection are the stage's own; what it lacks, or has only a part of, is loaded whole.
     """
-    config = {**read_config(files.path), "model_type": description.family, **_ONE_LAYER}
+    tensors = read_tensors(files)
+    head = head_tensors(description.family, description.num_layers, tensors)
+    stored, first = {short: name for name, short in head.items()}, f"{input_norm(description.family)}.weight"
+    count = 1 + (f"layers.1.{first}" in stored)
+    kinds = ["*" if f"{layer}mixer.q_proj.weight" in stored else "E" for layer in ("", "layers.1.")]
+    entries = {**_ONE_LAYER, "hybrid_override_pattern": kinds[:count]}  # Nemotron-H
+    config = {**read_config(files.path), "model_type": description.family, **entries}
     if isinstance(config.get("text_config"), dict):
-        config["text_config"] = {**config["text_config"], **_ONE_LAYER}
+        config["text_config"] = {**config["text_config"], **entries}
     model: Any = build_model(config)
     patch_mlx_lm()
     model.set_dtype(stage.dtype)
     family = family_of(description.family)
-    paths = _Paths.of(family.layers)
+    paths, inner = Paths.of(family.layers), family.layers.removesuffix("layers")
     predicate = getattr(model, "cast_predicate", None)
     loader = PartLoader(
         quantization=description.quantization,
@@ -136,7 +128,6 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
         keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
         loaded=lambda nbytes: None,
     )
-    tensors = read_tensors(files)
     modules: dict[str | int, nn.Module] = {}
 
     def load(path: str, module: nn.Module, weights: Weights, stored: str) -> nn.Module:
@@ -144,42 +135,37 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
         modules[stored] = loader.load(stored, module, own)
         return modules[stored]
 
-    def whole(path: str, part: str) -> nn.Module:
-        names = {name: name for name in tensors if part_of_tensor(name, description.num_layers) == part}
-        return load(path, at(model, path), open_weights(files, model, description, names), path)
-
-    shared = stage.modules if stage.shard is None else {}
-    embedding = (
-        stage.modules[paths.embedding] if stage.is_first else shared.get(paths.embedding) or whole(paths.embedding, "embed")
-    )
+    whole: list[nn.Module] = []
+    embedding = model_part("embed", files, stage, whole, dequantize=dequantize)
     if not description.tied_head:
-        put(model, paths.output, shared.get(paths.output) or whole(paths.output, "head"))
-    head = head_tensors(description.family, description.num_layers, tensors)
-    stored = {short: name for name, short in head.items()}
+        put(model, paths.output, model_part("head", files, stage, whole, dequantize=dequantize))
+    modules |= {str(i): module for i, module in enumerate(whole)}
     # `sanitize` reads the norms beside the layer as norms of a layer, and tells by a convolution how they are stored.
     norms = {f"{name}.weight": f"{name}.input_layernorm.weight" for name in ("enorm", "hnorm", NORM)}
-    names = {name: f"model.layers.0.{norms.get(short, short)}" for name, short in head.items()}
-    names |= {name: f"model.layers.0.{_CONVOLUTION}" for name in tensors if name.endswith(_CONVOLUTION)}
+    places = {name: norms.get(short, short) for name, short in head.items()}
+    places |= {name: _CONVOLUTION for name in tensors if name.endswith(_CONVOLUTION)}
+    names = {name: inner + ("" if place.startswith("layers.") else "layers.0.") + place for name, place in places.items()}
     weights = stacked(open_weights(files, model, description, names))
-    weights.pop(f"{paths.layer}.{_CONVOLUTION}", None)
+    weights.pop(f"{family.layers}.0.{_CONVOLUTION}", None)
     joined = JoinedInput(description.hidden_size, at(model, paths.norm).eps)
 
     def part(name: str, module: nn.Module) -> nn.Module:
         path = norms.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
-        return load(f"{paths.layer}.{path}", module, weights, stored[f"{name}.weight"].removesuffix(".weight"))
+        return load(f"{family.layers}.0.{path}", module, weights, stored[f"{name}.weight"].removesuffix(".weight"))
 
     for name in JOIN:
         setattr(joined, name, part(name, joined[name]))
     put(model, paths.norm, part(NORM, at(model, paths.norm)))
-    first = "input_layernorm.weight"
-    put(model, paths.layer, load(paths.layer, at(model, paths.layer), weights, stored[first].removesuffix(f".{first}")))
+    for i in range(count):
+        path, name = f"{family.layers}.{i}", stored[f"layers.{i}.{first}" if i else first]
+        put(model, path, load(path, at(model, path), weights, name.removesuffix(f".{first}")))
     joined.embedding = embedding
     put(model, paths.embedding, joined)
     if description.tied_head:
         put(model, paths.output, EmbeddingAsHead(model, paths.embedding))
-    if hasattr(model.model, "ssm_idx"):
-        model.model.ssm_idx = None  # no layer with a state
-    pipeline_model = PipelineModel(model, range(1), family)
+    if hasattr(holder := at(model, inner.removesuffix(".")), "ssm_idx"):
+        holder.ssm_idx = slice(0)  # no layer with a state, so no cache that gives its mask
+    pipeline_model = PipelineModel(model, range(count), family)
     nbytes = sum(array.nbytes for module in modules.values() for _, array in tree_flatten(module.parameters()))
     adapters = Adapters(pipeline_model.path, description, None, stage.dtype, 0)
-    return MTPHead(stage, pipeline_model, modules, replace(description, num_layers=1), stage.dtype, nbytes, adapters)
+    return MTPHead(stage, pipeline_model, modules, replace(description, num_layers=count), stage.dtype, nbytes, adapters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from tandem.loading.weights import PartLoader, Weights, load_file, one_line, ope
 from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.draft_heads import DraftHead, part_name, read_dflash, read_eagle3
 from tandem.models.families.table import family_of
+from tandem.models.mtp import Paths
 from tandem.models.sources import require_mlx_vlm
 
 
@@ -97,29 +98,24 @@ def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
 
     The model's embedding is loaded whole where the head has none, and the stage lacks it; with `dequantize` it is expanded.
     """
-    require_mlx_vlm("EAGLE-3 heads are computed")
     model = describe(target)
     head = read_eagle3(files, model)
-    try:
-        built = _build(head)
-    except FAILURES as error:
-        raise BrokenModel(f"{files.path}/config.json: does not describe an EAGLE-3 head: {one_line(error)}") from error
+    built = _build(files, "EAGLE-3", "eagle3.eagle3", lambda theirs: _eagle3(theirs, head))
     stored = {part_name(name): array for name, array in _stored(files).items()}
     kept = stored.pop("t2d", mx.ones(model.vocab_size))
     weights: Weights = built.sanitize(stored)
     shares = not head.description.embed_bytes
     built.embed_tokens = None if shares else built.embed_tokens
-    loaded = _load_parts(built, weights, stage)
-    where, ids = f"--draft-model {files.name}", mx.arange(built.draft_vocab_size)
-    offsets = weights.pop("d2t", mx.array(0))
+    ids, offsets = mx.arange(built.draft_vocab_size), weights.pop("d2t", mx.array(0))
+    loaded = _load_parts(files, built, weights, stage)
     if built.d2t is not None:
         built.d2t, ids = offsets, ids + offsets
         if not mx.all((ids >= 0) & (ids < model.vocab_size) & (kept[mx.clip(ids, 0, model.vocab_size - 1)] > 0)).item():
-            raise BrokenModel(f"{where}: d2t does not map its tokens to those of the model in t2d", param="draft_model")
-    if weights:
-        raise BrokenModel(f"{where}: weight {min(weights)} does not fit config.json", param="draft_model")
+            raise BrokenModel(
+                f"--draft-model {files.name}: d2t does not map its tokens to those of the model in t2d", param="draft_model"
+            )
     if shares:
-        built.embed_tokens = _model_part("embed", target, stage, loaded, dequantize=dequantize)
+        built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
     return Eagle3Head(built, _arrays(loaded), head.description, stage)
 
 
@@ -129,23 +125,16 @@ def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
     The model's embedding and output projection are loaded whole where the stage lacks them, or has a part; with `dequantize`
     they are expanded.
     """
-    require_mlx_vlm("DFlash heads are computed")
     model = describe(target)
     head = read_dflash(files, model)
-    import_lazily()
-    theirs = importlib.import_module("mlx_vlm.speculative.drafters.qwen3_dflash.dflash")
-    try:
-        built: Any = theirs.DFlashDraftModel(theirs.DFlashConfig.from_dict(head.config))
-    except FAILURES as error:
-        raise BrokenModel(f"{files.path}/config.json: does not describe a DFlash head: {one_line(error)}") from error
-    weights = built.sanitize(_stored(files))
-    loaded = _load_parts(built, weights, stage)
-    if weights:
-        raise BrokenModel(f"--draft-model {files.name}: weight {min(weights)} does not fit config.json", param="draft_model")
-    built.embed_tokens = _model_part("embed", target, stage, loaded, dequantize=dequantize)
+    built = _build(
+        files, "DFlash", "qwen3_dflash.dflash", lambda theirs: theirs.DFlashDraftModel(theirs.DFlashConfig.from_dict(head.config))
+    )
+    loaded = _load_parts(files, built, built.sanitize(_stored(files)), stage)
+    built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
     built.lm_head = built.embed_tokens.as_linear
     if not model.tied_head:
-        built.lm_head = _model_part("head", target, stage, loaded, dequantize=dequantize)
+        built.lm_head = model_part("head", target, stage, loaded, dequantize=dequantize)
     built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
     mx.eval(built._fused_context_kv_weight)
     return DFlashHead(built, [*_arrays(loaded), built._fused_context_kv_weight], head.description, stage)
@@ -156,22 +145,24 @@ def _stored(files: ModelFiles) -> Weights:
     return {name: array for path in weight_files(files.path) for name, array in load_file(path).items()}
 
 
-def _load_parts(built: Any, weights: Weights, stage: StageModel) -> list[nn.Module]:
-    """Load the parts of mlx-vlm's model, in the stage's type, and take them out of `weights`. Return them."""
+def _load_parts(files: ModelFiles, built: Any, weights: Weights, stage: StageModel) -> list[nn.Module]:
+    """Load the parts of mlx-vlm's model from the `weights` in `files`, in the stage's type. Return them."""
     names, loaded = [name for name, part in built.children().items() if isinstance(part, nn.Module)], []
     for name in (*names, *(f"layers.{i}" for i in range(len(built.layers)))):
         own = {key[len(name) + 1 :]: weights.pop(key) for key in list(weights) if key.startswith(f"{name}.")}
         loaded.append(_loader(stage, quantization=None, dequantize=False).load(name, at(built, name), own))
         put(built, name, loaded[-1])
+    if weights:
+        raise BrokenModel(f"--draft-model {files.name}: weight {min(weights)} does not fit config.json", param="draft_model")
     return loaded
 
 
-def _model_part(part: str, target: ModelFiles, stage: StageModel, loaded: list[nn.Module], *, dequantize: bool) -> nn.Module:
+def model_part(part: str, target: ModelFiles, stage: StageModel, loaded: list[nn.Module], *, dequantize: bool) -> nn.Module:
     """Return the embedding (`embed`) or output projection (`head`) of the model in `target`. What the stage lacks, or has only
     a part of, is loaded whole, and added to `loaded`."""
     model = describe(target)
-    inner = family_of(model.family).layers.removesuffix("layers")
-    place = f"{inner}embed_tokens" if part == "embed" else f"{inner.removesuffix('model.')}lm_head"
+    paths = Paths.of(family_of(model.family).layers)
+    place = paths.embedding if part == "embed" else paths.output
     shared = stage.modules.get(place) if (part == "embed" and stage.is_first) or stage.shard is None else None
     if shared is not None:
         return shared
@@ -191,10 +182,18 @@ def _loader(stage: StageModel, **options: Any) -> PartLoader:
     return PartLoader(dtype=stage.dtype, keep=lambda _: False, loaded=lambda _: None, **options)
 
 
-def _build(head: DraftHead) -> Any:
-    """Build mlx-vlm's model, with random weights, which stay lazy."""
+def _build(files: ModelFiles, kind: str, module: str, make: Callable[[Any], Any]) -> Any:
+    """Build mlx-vlm's model of a head by `make`, which gets mlx-vlm's module, with random weights, which stay lazy."""
+    require_mlx_vlm(f"{kind} heads are computed")
     import_lazily()
-    theirs = importlib.import_module("mlx_vlm.speculative.drafters.eagle3.eagle3")
+    try:
+        return make(importlib.import_module(f"mlx_vlm.speculative.drafters.{module}"))
+    except FAILURES as error:
+        raise BrokenModel(f"{files.path}/config.json: describes no {kind} head that mlx-vlm builds: {one_line(error)}") from error
+
+
+def _eagle3(theirs: Any, head: DraftHead) -> Any:
+    """Build mlx-vlm's model of an EAGLE-3 head."""
     config = theirs.Eagle3Config.from_dict(head.config)
     built, text = theirs.Eagle3DraftModel(config), head.config["transformer_layer_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters")
