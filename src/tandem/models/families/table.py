@@ -7,7 +7,7 @@ before it is served. Plain data, no mlx.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.json_types import JsonMapping
@@ -21,6 +21,8 @@ class Family:
     """Package whose module computes the type. mlx-lm where both have it, unless the row says why not."""
     module: str = ""
     """Module of the package's `models`, if its name differs from the type."""
+    nested: bool = False
+    """Whether the module computes a text model alone, which stands below `language_model` here."""
     text: str = ""
     """The `model_type` of the one text model that the module computes; empty: any that it knows."""
     layers: str = "model.layers"
@@ -76,6 +78,8 @@ _GPT_OSS = {
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _EVERY_FOURTH = {"full_attention_interval": 4}
 _GEMMA4 = {"head_dim": 256, "num_key_value_heads": 1}
+_GLM4V = {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_scaling": None}
+_STREAMS = Family(source="mlx_vlm", layers=_NESTED, tied="never", streams="hc_mult", defaults={"hc_mult": 4})
 _TIED_BY_DEFAULT = (
     "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe", "helium", "olmo2",
     "olmoe", "seed_oss", "smollm3", "starcoder2", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "spark2_5", "gear",
@@ -172,6 +176,8 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(module="mistral3", layers=_NESTED, tied="config-false"),
     "qwen2_vl": Family(layers=_NESTED),
     "qwen2_5_vl": Family(module="qwen2_vl", layers=_NESTED),
+    "glm4v": Family(module="glm4", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
+    "glm4v_moe": Family(module="glm4_moe", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
@@ -179,22 +185,11 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(source="mlx_vlm", text="qwen3", layers=_NESTED, tied="config-false"),
     **dict.fromkeys(("idefics3", "smolvlm"), Family(source="mlx_vlm", layers="language_model.layers", tied="never")),
     "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
-    "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
-    "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
-    "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never", streams="hc_mult", defaults={"hc_mult": 4}),
-    "deepseek_v4": Family(
-        source="mlx_vlm",
-        layers=_NESTED,
-        tied="never",
-        gives=(3,),
-        streams="hc_mult",
-        defaults={"hc_mult": 4},
-        one_by_one="its compressed keys are those of one sequence",
-        can_draft=False,
-    ),
-    "qwen4_exp": Family(
-        source="mlx_vlm",
-        layers=_NESTED,
+    **dict.fromkeys(("mimo_v2", "step3p7"), Family(source="mlx_vlm", layers=_NESTED, tied="never")),
+    "hy_v4": _STREAMS,
+    "deepseek_v4": replace(_STREAMS, gives=(3,), one_by_one="its compressed keys are those of one sequence", can_draft=False),
+    "qwen4_exp": replace(
+        _STREAMS,
         tied="config-false",
         gives=(1,),
         streams="hc_count",
@@ -202,14 +197,8 @@ FAMILIES: dict[str, Family] = {
         one_by_one="its sparse attention and n-grams are computed for sequences of one length",
         can_draft=False,
     ),
-    "glm5_next": Family(
-        source="mlx_vlm",
-        layers=_NESTED,
-        tied="config-false",
-        streams="hc_mult",
-        defaults={"hc_mult": 4},
-        one_by_one="its pools of index keys are those of one sequence",
-        can_draft=False,
+    "glm5_next": replace(
+        _STREAMS, tied="config-false", one_by_one="its pools of index keys are those of one sequence", can_draft=False
     ),
     "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),

@@ -129,13 +129,7 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
     family = family_of(description.family)
     paths = _Paths.of(family.layers)
     predicate = getattr(model, "cast_predicate", None)
-    loader = PartLoader(
-        quantization=description.quantization,
-        dequantize=dequantize,
-        dtype=stage.dtype,
-        keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
-        loaded=lambda nbytes: None,
-    )
+    loader = PartLoader(quantization=description.quantization, dequantize=dequantize, dtype=stage.dtype, cast=predicate)
     tensors = read_tensors(files)
     modules: dict[str | int, nn.Module] = {}
 
