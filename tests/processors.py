@@ -30,12 +30,14 @@ WORDS = {
     "smolvlm": ["<fake_token_around_image>", "<image>", "<row_1_col_1>", "<row_1_col_2>", "<global-img>"],
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
     "lfm2-vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>"],
+    "glm4v": ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
     "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
     **dict.fromkeys(("smolvlm", "lfm2-vl"), {"chat_template": GEMMA.replace("<start_of_image>", "<image>")}),
+    "glm4v": {"chat_template": GEMMA.replace("<start_of_image>", "<|begin_of_image|><|image|><|end_of_image|>")},
     "internvl": {
         "chat_template": GEMMA.replace("<start_of_image>", "<IMG_CONTEXT>"),
         "extra_special_tokens": {
@@ -70,6 +72,11 @@ PROCESSOR = {
     "lfm2-vl": {
         **{"image_processor_type": "Lfm2VlImageProcessor", "tile_size": 16, "encoder_patch_size": 4, "downsample_factor": 2},
         **{"min_image_tokens": 1, "max_image_tokens": 4, "max_pixels_tolerance": 1.0},
+    },
+    "glm4v": {
+        "image_processor_type": "Glm46VImageProcessor",
+        "patch_size": 4,
+        "size": {"shortest_edge": 64, "longest_edge": 65536},
     },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "internvl": {

@@ -45,6 +45,8 @@ VISION: dict[str, JsonObject] = {
     "internvl": {"vision_config": {**_TOWER, "model_type": "internvl_vision", "image_size": 16}},
     "lfm2-vl": {"vision_config": {**_TOWER, "model_type": "lfm2_vl", "num_patches": 16}, "projector_hidden_size": 48},
     "smolvlm": {"vision_config": {**_TOWER, "model_type": "smolvlm_vision", "image_size": 16}},
+    "glm4v": {"vision_config": {**_QWEN, "model_type": "glm4v", "image_size": 16}},
+    "glm4v_moe": {"vision_config": {**_QWEN, "model_type": "glm4v_moe", "image_size": 16}},
     "qwen2_vl": {"vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 64}},
     "qwen2_5_vl": {"vision_config": {**_QWEN, "fullatt_block_indexes": [1], "window_size": 16}},
     "qwen3_vl": {"vision_config": {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16}},
@@ -87,7 +89,9 @@ def seeing_model(directory: Path, family: str) -> Path:
     if family not in PLACES:
         config["vision_start_token_id"] = START
         rope: JsonObject = {"type": "default", "mrope_section": [2, 3, 3]}
-        if family.startswith("qwen3_5"):
+        if family.startswith("glm4v"):
+            rope["mrope_section"] = [2, 1, 1]
+        elif family.startswith("qwen3_5"):
             rope = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         config["text_config"] |= {"rope_parameters" if "rope_theta" in rope else "rope_scaling": rope}
     if family == "gemma4":  # where it is not said, mlx-vlm rotates more than mlx-lm
@@ -109,6 +113,10 @@ def seeing_model(directory: Path, family: str) -> Path:
             arrays[name] -= 3  # states forget what was read a few tokens ago otherwise
         elif name.endswith(("self_attn.q_proj.weight", "self_attn.q_norm.weight")):
             arrays[name] *= 4  # attention hardly looks at positions otherwise
+    if family == "glm4v":  # as transformers stores it
+        places = (("language_model.lm_head", "lm_head"), ("language_model.model", "model.language_model"))
+        for old, new in (*places, ("vision_tower", "model.visual")):
+            arrays = {name.replace(old, new): array for name, array in arrays.items()}
     directory.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(directory / "model.safetensors"), arrays, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config))
@@ -177,7 +185,8 @@ def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> 
     """What mlx-vlm's own model answers, greedily."""
     config = json.loads((directory / "config.json").read_text())
     model: Any = build_whole({**config["text_config"], **config}, family.replace("-", "_"))
-    model.load_weights(str(directory / "model.safetensors"))
+    weights: Any = mx.load(str(directory / "model.safetensors"))
+    model.load_weights(list((model.sanitize(weights) if family == "glm4v" else weights).items()))
     tokens, _ = prompt_with(family, *parts)
     arrays = {name: mx.array(one) for name, one in inputs(family, *(one for one in parts if isinstance(one, int))).items()}
     ids = mx.array([tokens])

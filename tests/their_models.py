@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from tandem.loading.build_model import build_model
 from tandem.loading.text_tower import import_lazily
 from tandem.models.families.table import family_of
 
@@ -39,5 +41,6 @@ def load_theirs(path: Path) -> Theirs:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import dequantize_model, load_model
 
-    model, _ = load_model(path)
+    ours = (lambda config: (build_model, SimpleNamespace(from_dict=dict))) if family_of(kind).nested else None
+    model, _ = load_model(path, **({"get_model_classes": ours} if ours else {}))
     return Theirs(model, model, make_prompt_cache, dequantize_model)

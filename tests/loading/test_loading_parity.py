@@ -25,7 +25,7 @@ ROWS = [PROMPT[:19], PROMPT[5:8], PROMPT[2:12]]
 
 def reference(path, dtype, dequantize):
     model, logits, make_caches, expanded = load_theirs(path)
-    keep = getattr(model, "cast_predicate", lambda name: True)
+    keep = getattr(model, "cast_predicate", None) or (lambda name: True)
     model.apply_to_modules(
         lambda name, m: m.update(
             {

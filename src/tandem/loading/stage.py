@@ -319,13 +319,9 @@ def load_stage(
     owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
     weights.clear()  # weights of other stages are never read
     total = sum(array.nbytes for part in owned.values() for array in part.values())
-    predicate = getattr(model, "cast_predicate", None)
+    cast = getattr(model, "cast_predicate", None)
     loader = PartLoader(
-        quantization=description.quantization,
-        dequantize=dequantize,
-        dtype=compute,
-        keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
-        loaded=counter(progress, total),
+        quantization=description.quantization, dequantize=dequantize, dtype=compute, cast=cast, loaded=counter(progress, total)
     )
     modules = _load_parts(pipeline_model, owned, loader, _cutters(pipeline_model, owned, description, shard))
     nbytes = sum(a.nbytes for module in modules.values() for _, a in tree_flatten(module.parameters()))

@@ -31,7 +31,7 @@ _PLAIN = frozenset(("KVCache", "HyV4KVCache"))
 
 
 class TextTower(nn.Module):
-    """The language model of one of mlx-vlm's models."""
+    """The language model of one of mlx-vlm's models, or one of mlx-lm's in its place."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -40,15 +40,15 @@ class TextTower(nn.Module):
         self.cast_predicate = getattr(model.language_model, "cast_predicate", None)
         self.quant_predicate = getattr(model.language_model, "quant_predicate", None)
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
         """Map tokens [B, L] to logits [B, L, V]."""
         positions = {}
         if hasattr(self.language_model, "_rope_deltas"):  # Qwen's modules keep those of one sequence unless they are given
             start = next((one.offset for one in cache or () if hasattr(one, "offset")), 0)
             positions["position_ids"] = mx.broadcast_to(start + mx.arange(tokens.shape[1])[None], tokens.shape)
             self.language_model._batch_invariant_decode = None  # a second forward pass, which walks the layers' insides
-        logits: mx.array = self.language_model(tokens, cache=cache, **positions).logits
-        return logits
+        logits: Any = self.language_model(tokens, cache=cache, **positions)
+        return getattr(logits, "logits", logits)  # mlx-lm's models return no more
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -61,8 +61,8 @@ class TextTower(nn.Module):
         return [_shared(cache) for cache in self.own_caches()]
 
     def own_caches(self) -> list[Any]:
-        """Return fresh caches of one sequence as mlx-vlm makes them."""
-        caches: list[Any] = importlib.import_module("mlx_vlm.models.cache").make_prompt_cache(self.language_model)
+        """Return fresh caches of one sequence as the model makes them."""
+        caches: list[Any] = mlx_lm_caches.make_prompt_cache(self.language_model)
         return caches
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

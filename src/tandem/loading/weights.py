@@ -132,7 +132,7 @@ class PartLoader:
     """Loads the weights of one part at a time into a module, cast and evaluated.
 
     `quantization` is MLX's settings or None. With `dequantize` packed weights are expanded. `dtype` is the type for
-    floating-point weights, except those for whose name `keep` returns True. `loaded` is called with the stored bytes of
+    floating-point weights, except those for whose name `cast` returns False. `loaded` is called with the stored bytes of
     each tensor.
     """
 
@@ -142,13 +142,13 @@ class PartLoader:
         quantization: JsonObject | None,
         dequantize: bool,
         dtype: mx.Dtype,
-        keep: Callable[[str], bool],
-        loaded: Callable[[int], None],
+        cast: Callable[[str], bool] | None = None,
+        loaded: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._quantization = quantization
         self._dequantize = dequantize
         self._dtype = dtype
-        self._keep = keep
+        self._casts = cast
         self._loaded = loaded
 
     def load(self, root: str, module: nn.Module, weights: Weights, cutter: Cutter | None = None) -> nn.Module:
@@ -232,7 +232,7 @@ class PartLoader:
             yield f"part.{name}", array
 
     def _cast(self, name: str, array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating) or self._keep(name):
+        if not mx.issubdtype(array.dtype, mx.floating) or (self._casts is not None and not self._casts(name)):
             return array
         return array.astype(self._dtype)
 

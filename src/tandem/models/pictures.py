@@ -19,9 +19,10 @@ _MROPE = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (11, 11, 10)),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), (8, 12, 12)),
 }
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
-_CHUNKED = ("qwen2_vl", "qwen2_5_vl")
+_CHUNKED = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe")
 """Types whose frequencies stand axis after axis; those of others alternate."""
 SEES = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2-vl", "mistral3", "pixtral", "smolvlm", *_MROPE)
 """Model types whose encoder is in mlx-vlm's module of that name."""

@@ -61,12 +61,10 @@ class PictureInputs:
         """Choose the chunks of prompts of the next pass, which has `width` positions a row. Raises BatchDesync."""
         chunks = [(op, one.pictures) for op, one in zip(ops, inserts, strict=True)]
         seen = any(span.start < op.start + op.count and op.start < span.stop for op, spans in chunks for span in spans)
-        if self._description.mrope_section and seen:
-            rows = [_positions(spans, op.start, width) for op, spans in chunks]
-            self.positions = mx.array(np.stack(rows, axis=1).astype(np.int32))
-        elif self._description.mrope_section and any(spans for _, spans in chunks):
-            shifts = [sum(span.shift for span in spans if span.stop <= op.start) for op, spans in chunks]
-            self.positions = mx.array(shifts, mx.int32)
+        if self._description.mrope_section and any(spans for _, spans in chunks):
+            rows = np.stack([_positions(spans, op.start, width) for op, spans in chunks], axis=1)
+            shifts = rows[0, :, 0] - [op.start for op, _ in chunks]
+            self.positions = mx.array((rows if seen else shifts).astype(np.int32))
         if seen and self._description.whole_pictures and width > 1:
             places = mx.array(np.stack([_numbers(spans, op.start, width) for op, spans in chunks])[:, None])
             self._alike = (places[..., None] == places[:, :, None]) & (places > 0)[..., None]
@@ -124,7 +122,9 @@ class _Rope(nn.Module):  # type: ignore[misc]
     def __init__(self, rope: nn.RoPE, axes: list[int], inputs: PictureInputs) -> None:
         super().__init__()
         self._own, self._inputs, self._axes = rope, inputs, mx.array(axes, mx.int32)
-        self._frequencies = rope.scale / rope.base ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+        dims, half = rope.dims, rope.dims // 2
+        self._pairs = (slice(0, dims, 2), slice(1, dims, 2)) if rope.traditional else (slice(half), slice(half, dims))
+        self._frequencies = rope.scale / rope.base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         positions = self._inputs.positions
@@ -132,10 +132,10 @@ class _Rope(nn.Module):  # type: ignore[misc]
             own: mx.array = self._own(x, offset=offset if positions is None else offset + positions)
             return own
         angles = mx.take(positions, self._axes, axis=0).transpose(1, 2, 0)[:, None] * self._frequencies
-        cos, sin, half = mx.cos(angles), mx.sin(angles), len(self._axes)
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        turned = mx.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-        return mx.concatenate([turned, rest], axis=-1) if rest.size else turned
+        (one, two), turned = self._pairs, mx.array(x)
+        cos, sin, first, second = mx.cos(angles), mx.sin(angles), x[..., one], x[..., two]
+        turned[..., one], turned[..., two] = first * cos - second * sin, second * cos + first * sin
+        return turned
 
 
 class _AddsFeatures(Placeholder):

@@ -64,28 +64,22 @@ class Encoder:
         # Its weights get the names of mlx-vlm's modules as by mlx-vlm's `load_model`.
         named = SimpleNamespace(sanitize=lambda weights: reduce(lambda found, part: part.sanitize(found), parts, weights))
         weights = open_weights(files, named, description)
-        loader = PartLoader(
-            quantization=description.quantization, dequantize=dequantize, dtype=dtype, keep=lambda _: False, loaded=lambda _: None
-        )
+        loader = PartLoader(quantization=description.quantization, dequantize=dequantize, dtype=dtype)
         own = {name: array for name, array in weights.items() if name.partition(".")[0] in self._model}
         self._model = loader.load("", self._model, own)
         self._model.language_model = _blank(description.hidden_size, dtype)
         self._dtype = dtype
         made = self._model.config
-        self._placeholder = getattr(made, "image_token_index", None) or made.image_token_id
+        self._placeholder = config.get("image_token_id") or getattr(made, "image_token_index", None) or made.image_token_id
 
     def encode(self, tokens: Sequence[int], inputs: bytes) -> dict[str, mx.array]:
         """Return a picture's `features` [L, H], zeros between its placeholders, and where these are, `taken`: bool [L].
 
         Features that are added behind the first layers follow in the last axis: [L, H + layers * H].
         """
-        from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        try:
-            arrays: Any = {name: mx.array(value) for name, value in load(inputs).items()}
-        except SafetensorError as error:
-            raise ValueError(str(error)) from None
+        arrays: Any = {name: mx.array(value) for name, value in load(inputs).items()}
         if _PIXELS not in arrays:
             raise ValueError(f"the processor made no {_PIXELS}")
         side = int(getattr(self._model.config.vision_config, "image_size", 0))
@@ -155,12 +149,14 @@ class PictureFeatures:
         if self._process is not None:
             start_thread(partial(self._process.encode, order, self._held, report), name="encoder")
             return None
+        from safetensors import SafetensorError
+
         try:
             self._encoder = self._encoder or self._load()
             self._held[order.key] = self._encoder.encode(order.tokens, order.inputs)
         except UsageError as error:
             return str(error)
-        except (*FAILURES, *MLX_ERRORS) as error:
+        except (*FAILURES, *MLX_ERRORS, SafetensorError) as error:
             return f"the picture cannot be encoded: {one_line(error)}"
         return ""
 

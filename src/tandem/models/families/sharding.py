@@ -59,8 +59,8 @@ SHARDING: dict[str, Sharding] = {
     "dots1": rules.EXPERTS,
     "ernie4_5_moe": rules.moe(widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts"))),
     "glm": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
-    "glm4": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
-    "glm4_moe": rules.ROUTED,
+    **dict.fromkeys(("glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS)),
+    **dict.fromkeys(("glm4_moe", "glm4v_moe"), rules.ROUTED),
     "gpt_neox": Sharding(
         cuts=fused("attention", "query_key_value", "dense", "qkv_groups") | two("dense_h_to_4h", "dense_4h_to_h"),
         sums=("attention", "mlp"),

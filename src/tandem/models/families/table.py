@@ -22,6 +22,8 @@ class Family:
     """Package whose module computes the type. mlx-lm where both have it, unless the row says why not."""
     module: str = ""
     """Module of the package's `models`, if its name differs from the type."""
+    nested: bool = False
+    """Whether the module computes a text model alone, which stands below `language_model` here."""
     text: str = ""
     """The `model_type` of the one text model that the module computes; empty: any that it knows."""
     layers: str = "model.layers"
@@ -79,6 +81,7 @@ _GPT_OSS = {
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _EVERY_FOURTH = {"full_attention_interval": 4}
 _GEMMA4 = {"head_dim": 256, "num_key_value_heads": 1}
+_GLM4V = {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_scaling": None}
 _TIED_BY_DEFAULT = (
     "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe", "helium", "olmo2",
     "olmoe", "seed_oss", "smollm3", "starcoder2", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "spark2_5", "gear",
@@ -173,6 +176,8 @@ FAMILIES: dict[str, Family] = {
     "pixtral": Family(layers=_NESTED, tied="never"),
     "llava": Family(module="mistral3", layers=_NESTED, tied="config-false"),
     "qwen2_5_vl": Family(module="qwen2_vl", layers=_NESTED),
+    "glm4v": Family(module="glm4", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
+    "glm4v_moe": Family(module="glm4_moe", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),

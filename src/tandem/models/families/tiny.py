@@ -167,6 +167,8 @@ TINY: dict[str, JsonObject] = {
     "glm": {"attention_bias": True, **_HEAD},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True, **_HEAD},
     "glm4_moe": {"partial_rotary_factor": 0.5, "use_qk_norm": True, **_HEAD, **_ROUTED},
+    "glm4v": {"text_config": {"attention_bias": True}},
+    "glm4v_moe": {"text_config": _HEAD | _ROUTED | {"use_qk_norm": False, "partial_rotary_factor": 0.5}},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_emb_base": 10000, "rotary_pct": 0.5},
     "granite": _GRANITE | _TIED,
     "granitemoe": _GRANITE | _MIXTRAL,

@@ -121,13 +121,7 @@ def load_mtp_head(files: ModelFiles, description: ModelDescription, stage: Stage
     family = family_of(description.family)
     paths, inner = Paths.of(family.layers), family.layers.removesuffix("layers")
     predicate = getattr(model, "cast_predicate", None)
-    loader = PartLoader(
-        quantization=description.quantization,
-        dequantize=dequantize,
-        dtype=stage.dtype,
-        keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
-        loaded=lambda nbytes: None,
-    )
+    loader = PartLoader(quantization=description.quantization, dequantize=dequantize, dtype=stage.dtype, cast=predicate)
     modules: dict[str | int, nn.Module] = {}
 
     def load(path: str, module: nn.Module, weights: Weights, stored: str) -> nn.Module:

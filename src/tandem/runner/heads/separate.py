@@ -179,7 +179,7 @@ def _arrays(loaded: Sequence[nn.Module]) -> list[mx.array]:
 
 
 def _loader(stage: StageModel, **options: Any) -> PartLoader:
-    return PartLoader(dtype=stage.dtype, keep=lambda _: False, loaded=lambda _: None, **options)
+    return PartLoader(dtype=stage.dtype, **options)
 
 
 def _build(files: ModelFiles, kind: str, module: str, make: Callable[[Any], Any]) -> Any:
