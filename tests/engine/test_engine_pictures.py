@@ -195,7 +195,20 @@ def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma3", "gemma4", "internvl", "lfm2-vl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"],
+    [
+        "gemma3",
+        "gemma4",
+        "internvl",
+        "kimi_k25",
+        "kimi_vl",
+        "lfm2-vl",
+        "smolvlm",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ],
 )
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])
 def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family: str) -> None:
