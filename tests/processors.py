@@ -29,6 +29,7 @@ WORDS = {
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     "smolvlm": ["<fake_token_around_image>", "<image>", "<row_1_col_1>", "<row_1_col_2>", "<global-img>"],
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+    "kimi_vl": ["<|media_pad|>"],
     "lfm2-vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>"],
     "glm4v": ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
@@ -36,6 +37,7 @@ WORDS = {
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
     "mistral3": {"chat_template": GEMMA.replace("<start_of_image>", "[IMG]")},
+    "kimi_vl": {"chat_template": GEMMA.replace("<start_of_image>", "image:<|media_pad|>")},
     **dict.fromkeys(("smolvlm", "lfm2-vl"), {"chat_template": GEMMA.replace("<start_of_image>", "<image>")}),
     "glm4v": {"chat_template": GEMMA.replace("<start_of_image>", "<|begin_of_image|><|image|><|end_of_image|>")},
     "internvl": {
@@ -69,6 +71,7 @@ PROCESSOR = {
         "size": {"longest_edge": 32},
         "max_image_size": {"longest_edge": 16},
     },
+    "kimi_vl": {"in_token_limit": 40, "patch_size": 4, "pad_input": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5] * 3},
     "lfm2-vl": {
         **{"image_processor_type": "Lfm2VlImageProcessor", "tile_size": 16, "encoder_patch_size": 4, "downsample_factor": 2},
         **{"min_image_tokens": 1, "max_image_tokens": 4, "max_pixels_tolerance": 1.0},
@@ -102,7 +105,8 @@ def see(path: Path, kind: str, vocab: int = 480) -> None:
         json.dumps({"image_seq_length": 3, "image_seq_len": 4, "patch_size": 4, "spatial_merge_size": 2})
     )
     if not (path / "config.json").exists():
-        (path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"model_type": kind}}))
+        config = {"model_type": kind, "vision_config": {"model_type": kind}, "media_placeholder_token_id": vocab}
+        (path / "config.json").write_text(json.dumps(config))
 
 
 def encoded(image: Any, form: str = "PNG", **options: Any) -> bytes:

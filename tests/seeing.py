@@ -34,6 +34,14 @@ _QWEN: JsonObject = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4,
     "spatial_merge_size": 2, "temporal_patch_size": 2,
 }  # fmt: skip
+_MOON: JsonObject = {
+    "model_type": "moonvit",
+    "embed_dim": 32,
+    "num_heads": 2,
+    "depth": 2,
+    "init_pos_emb_height": 8,
+    "init_pos_emb_width": 8,
+}
 GRIDS = ((1, 8, 6), (1, 4, 12), (1, 2, 8))
 """Patches (time, rows, columns) of pictures of models with positions of three axes, by seed."""
 VISION: dict[str, JsonObject] = {
@@ -43,6 +51,8 @@ VISION: dict[str, JsonObject] = {
     "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
     "idefics3": {"vision_config": {**_TOWER, "model_type": "idefics3", "image_size": 16}},
     "internvl": {"vision_config": {**_TOWER, "model_type": "internvl_vision", "image_size": 16}},
+    "kimi_k25": {"vision_config": {**_TOWER, **_MOON}},
+    "kimi_vl": {"vision_config": {**_TOWER, **_MOON}},
     "lfm2-vl": {"vision_config": {**_TOWER, "model_type": "lfm2_vl", "num_patches": 16}, "projector_hidden_size": 48},
     "smolvlm": {"vision_config": {**_TOWER, "model_type": "smolvlm_vision", "image_size": 16}},
     "glm4v": {"vision_config": {**_QWEN, "model_type": "glm4v", "image_size": 16}},
@@ -59,6 +69,8 @@ PLACES = {
     "gemma4": (24, 0),
     "idefics3": (4, 0),
     "internvl": (4, 0),
+    "kimi_k25": (6, 0),
+    "kimi_vl": (6, 0),
     "lfm2-vl": (4, 0),
     "smolvlm": (4, 0),
     "mistral3": (2, 2),
@@ -78,6 +90,7 @@ def seeing_model(directory: Path, family: str) -> Path:
         **VISION[family],
         "image_token_index": IMAGE,
         "image_token_id": IMAGE,
+        "media_placeholder_token_id": IMAGE,
         "vocab_size": 512,
         "hidden_size": 64,
         "pad_token_id": 0,
@@ -147,6 +160,9 @@ def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
         places = np.stack(np.meshgrid(np.arange(8), np.arange(12)), axis=-1).reshape(96, 2)
         patches = [np.random.default_rng(seed).standard_normal((96, 48)).astype(np.float32) for seed in seeds]
         return {"pixel_values": np.stack(patches), "image_position_ids": np.stack([places] * len(seeds))}
+    if family.startswith("kimi"):
+        patches = [np.random.default_rng(seed).standard_normal((24, 3, 4, 4)).astype(np.float32) for seed in seeds]
+        return {"pixel_values": np.concatenate(patches), "image_grid_hws": np.array([[6, 4]] * len(seeds))}
     if family == "lfm2-vl":
         patches = [np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32) for seed in seeds]
         shapes = np.array([[4, 4]] * len(seeds), np.int32)

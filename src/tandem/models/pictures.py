@@ -24,7 +24,9 @@ _MROPE = {
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
 _CHUNKED = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe")
 """Types whose frequencies stand axis after axis; those of others alternate."""
-SEES = ("gemma3", "gemma4", "idefics3", "internvl", "lfm2-vl", "mistral3", "pixtral", "smolvlm", *_MROPE)
+KIMI = ("kimi_k25", "kimi_vl")
+"""Types whose pictures text/picture_processors.py prepares."""
+SEES = ("gemma3", "gemma4", "idefics3", "internvl", *KIMI, "lfm2-vl", "mistral3", "pixtral", "smolvlm", *_MROPE)
 """Model types whose encoder is in mlx-vlm's module of that name."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import inspect
 import io
 import sys
@@ -14,13 +13,15 @@ from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tandem.checkpoints.config import read_json
 from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
+from tandem.models.pictures import KIMI
 from tandem.protocol.pictures import Picture
 from tandem.protocol.request import MAX_PICTURE_BYTES
+from tandem.text.picture_processors import KimiProcessor, PictureProcessor, Prepared
 from tandem.text.tokenizer import Tokenizer, encode_fitting, too_long
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
@@ -35,19 +36,6 @@ _NUMPY = {"Lfm2VlProcessor": ("lfm2_vl", "Lfm2VlNumpyImageProcessor")}
 _OTHERS = frozenset({"feature_extractor", "video_processor"})
 """Processors of sound and videos, which are not loaded."""
 _OWN = frozenset({"image_processor", "tokenizer", "chat_template", "self"})
-
-
-class Prepared(NamedTuple):
-    """One picture after the processor."""
-
-    text: str
-    """Text that replaces the placeholder in the prompt."""
-    tokens: int
-    """Number of its placeholder tokens."""
-    key: str
-    inputs: bytes
-    size: int
-    """Bytes of its inputs, which are left out (`b""`) where the api has them."""
 
 
 def _of_mlx_vlm(source: str, base: Any, package: str, name: str) -> Any:
@@ -65,7 +53,7 @@ def _of_mlx_vlm(source: str, base: Any, package: str, name: str) -> Any:
     return made(**made.get_image_processor_dict(source, local_files_only=True)[0])
 
 
-class Processor:
+class Processor(PictureProcessor):
     """A checkpoint's processor, of transformers, on Pillow and numpy alone."""
 
     def __init__(self, source: str) -> None:
@@ -94,34 +82,30 @@ class Processor:
         options |= dict.fromkeys(_OTHERS & taken.keys())
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **only)
         self._processor: Any = made(image_processor=images, tokenizer=tokenizer, **options)
-        self._settings: str = f"{base.__name__} {images.to_json_string()}"
-        self.placeholder: str = self._processor.image_token
+        self.settings = f"{base.__name__} {images.to_json_string()}"
+        self.placeholder = self._processor.image_token
         ids: list[int] = self._processor.image_token_ids
         self.token = ids[0]
-        """Id of the token that a feature replaces; others are marks of rows."""
         self.words = frozenset({self.placeholder, *tokenizer.convert_ids_to_tokens(ids)})
-        """Texts that mean pictures, which messages may not contain."""
 
-    def prepare(self, image: Any) -> Prepared:
-        """Return the picture for the model. Raises what the processor raises."""
+    def arrays(self, image: Any) -> tuple[str, int, dict[str, Any]]:
+        """Return text and number of a picture's tokens, and its arrays for the encoder."""
         import numpy as np
-        from safetensors.numpy import save
 
         found = self._processor(
             text=[self.placeholder], images=[image], return_tensors="np", return_text_replacement_offsets=True
         )
-        arrays = {name: np.ascontiguousarray(value) for name, value in found.items() if name not in _OF_TEXT}
-        inputs = save(arrays)
-        key = hashlib.sha256(self._settings.encode() + inputs).hexdigest()
         tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.token))
-        return Prepared(found["text_replacement_offsets"][0][0]["replacement"], tokens, key, inputs, len(inputs))
+        arrays = {name: array for name, array in found.items() if name not in _OF_TEXT}
+        return found["text_replacement_offsets"][0][0]["replacement"], tokens, arrays
 
 
 @lru_cache(maxsize=2)
-def processor_of(source: str) -> Processor:
+def processor_of(source: str) -> PictureProcessor:
     """Return the processor of the model in the directory `source`. Raises RequestError."""
     try:
-        return Processor(source)
+        kind = read_json(Path(source) / "config.json").get("model_type")
+        return KimiProcessor(source) if kind in KIMI else Processor(source)
     except Exception as error:  # of others' files and packages
         why = " ".join(f"{type(error).__name__}: {error}".replace(source, "its directory").split())[:300]
         message = f"The model's processor of pictures cannot be loaded ({why}); send text alone."
@@ -135,7 +119,7 @@ def refusal(number: int, why: str, remedy: str) -> RequestError:
 
 def tokens_with_pictures(
     tokenizer: Tokenizer,
-    processor: Processor,
+    processor: PictureProcessor,
     context: int,
     messages: Sequence[JsonMapping],
     pictures: Sequence[tuple[str, bool]],

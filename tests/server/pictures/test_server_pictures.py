@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import threading
 import zlib
 from collections import Counter
@@ -16,15 +17,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from processors import encoded, mutants, noise, see
+from processors import PROCESSOR, encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
+from tandem.loading.text_tower import import_lazily
 from tandem.models.pictures import OFF, why_no_pictures
 from tandem.server.chats import picture_fetch, request_texts
 from tandem.server.chats.pictures import check_given
 from tandem.server.chats.prompt import Marks, prompt_text
 from tandem.server.openai.messages import GivenPicture
+from tandem.text.picture_processors import KimiProcessor
 from tandem.text.pictures import decoded, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import load_tokenizer
 
@@ -376,6 +379,7 @@ SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fa
         ("gemma3", SOFT * 3, "<start_of_image>", (1, 3, 8, 8)),
         ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
         ("internvl", "<IMG_CONTEXT>" * 9, "<img>", (3, 3, 8, 8)),
+        ("kimi_vl", "<|media_pad|>" * 8, "image:", (32, 3, 4, 4)),
         ("lfm2-vl", f"{TILE}<|img_row_1_col_2|>{TILE}<|img_thumbnail|><image><image>", "<|img_row_1_col_1|>", (3, 16, 48)),
         ("glm4v", "<|image|>" * 8, "<|begin_of_image|>", (32, 96)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
@@ -394,6 +398,29 @@ def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, show
     text = tokenizer.decode(tokens, False)
     assert "sys<" in text and before + shown in text
     assert load(picture.inputs)["pixel_values"].shape == shape
+
+
+@pytest.mark.filterwarnings("ignore:Image.Image.getdata is deprecated")  # mlx-vlm's
+@pytest.mark.parametrize("kind", ["kimi_vl", "kimi_k25", "cropped"])
+def test_pictures_of_kimi_are_prepared_as_by_mlx_vlm(tmp_path, kind):
+    import_lazily()
+    from mlx_vlm.models.kimi_k25.processing_kimi_k25 import KimiK25ImageProcessor
+    from mlx_vlm.models.kimi_vl.processing_kimi_vl import KimiVLImageProcessor
+
+    settings = {**PROCESSOR["kimi_vl"], "pad_input": kind == "kimi_vl", "merge_kernel_size": [2, 2]}
+    theirs, stored = KimiVLImageProcessor(**settings), settings
+    if kind == "kimi_k25":
+        stored = {name: settings[name] for name in ("patch_size", "image_mean", "image_std")} | {"patch_limit_on_one_side": 9}
+        theirs = KimiK25ImageProcessor(**stored, in_token_limit=40, merge_kernel_size=[2, 2])
+        stored = {"media_proc_cfg": {**stored, "in_patch_limit": 40, "merge_kernel_size": 2}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(stored))
+    (tmp_path / "config.json").write_text(json.dumps({"media_placeholder_token_id": 7}))
+    ours = KimiProcessor(str(tmp_path))
+    for size in ((33, 17), (100, 37), (9, 130 if kind == "kimi_k25" else 13)):
+        (_, tokens, found), want = ours.arrays(noise(*size)), theirs([noise(*size)])
+        for name in ("pixel_values", "image_grid_hws"):
+            assert np.array_equal(found[name], np.array(want[name])), (size, name)
+        assert tokens == len(found["pixel_values"]) // 4
 
 
 @pytest.mark.parametrize("count", [40])

@@ -163,7 +163,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "plamo3": Family(layers="model.layers.layers"),
     "qwen": Family(layers="transformer.h", tied="never"),
-    "kimi_vl": Family(layers=_NESTED, tied="never"),
     "lfm2-vl": Family(layers=_NESTED, tied="always"),
     "longcat_flash_ngram": Family(
         tied="never", one_by_one="its n-grams are looked up for sequences of one length", can_draft=False
@@ -180,7 +179,8 @@ FAMILIES: dict[str, Family] = {
     "glm4v_moe": Family(module="glm4_moe", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
-    "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
+    # mlx-lm's kimi_vl does not rename the projections of latent keys and values, as stored ones need.
+    **dict.fromkeys(("kimi_k25", "kimi_vl"), Family(module="kimi_k25", layers=_NESTED, tied="never", defaults=_LATENT)),
     **dict.fromkeys(("k2_horizon", "kolibri1"), _MLX_VLM(tied="config-false")),
     "internvl": _MLX_VLM(text="qwen3", tied="config-false"),
     **dict.fromkeys(("idefics3", "smolvlm"), _MLX_VLM(layers="language_model.layers", tied="never")),

@@ -24,7 +24,7 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import GivenPicture, Message
-from tandem.text.pictures import Prepared
+from tandem.text.picture_processors import Prepared
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer, check_bytes, encode_fitting
 
@@ -118,8 +118,7 @@ class RequestTexts:
         known = {number: kept[key] for number, key in enumerate(keys, 1) if key in kept}
         task |= {"mark": mark, "known": {number: picture._replace(inputs=b"") for number, picture in known.items()}}
         task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
-        returns = tuple[bytes, str, list[Picture], list[Prepared]]
-        packed, end, seen, made = await self.ask("render", task, returns, prepare="load")
+        packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
         kept.update(zip(keys, prepared, strict=True))
         while sum(len(url) + picture.size for (_, url, _), picture in kept.items()) > MAX_PICTURE_BYTES:
