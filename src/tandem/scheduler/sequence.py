@@ -119,16 +119,20 @@ class Sequence:
 
     def hashes(self, length: int) -> list[bytes]:
         """Return the hashes of the blocks of its first `length` tokens. Each is computed once."""
+        self._hash(length)
+        return self._hashes[: length // BLOCK_SIZE]
+
+    def _hash(self, length: int) -> None:
         known = len(self._hashes) * BLOCK_SIZE
         if length - known >= BLOCK_SIZE:
             tokens = hashed(self.tokens[known:length], self.request.pictures, known)
             self._hashes += block_hashes(tokens, self._hashes[-1] if known else self.salt)
-        return self._hashes[: length // BLOCK_SIZE]
 
     def blocks(self, length: int) -> Iterator[bytes]:
         """Yield the same hashes, computed as far as they are read."""
         for start in range(0, length, HASHED_AT_ONCE):
-            yield from self.hashes(min(start + HASHED_AT_ONCE, length))[start // BLOCK_SIZE :]
+            self._hash(stop := min(start + HASHED_AT_ONCE, length))
+            yield from self._hashes[start // BLOCK_SIZE : stop // BLOCK_SIZE]
 
     @property
     def held_back(self) -> bool:
@@ -265,7 +269,7 @@ class Sequence:
         """Record that the next `count` prompt tokens are planned. They are hashed with it, if they are to be cached."""
         self.computed += count
         if self.save_points:
-            self.hashes(self.computed)
+            self._hash(self.computed)
         self.read()
 
     def read(self) -> None:
