@@ -75,7 +75,9 @@ def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> N
     assert found == {**want, "t2": plain["text"]}
 
 
-@pytest.mark.parametrize(("family", "before", "other", "again"), [("qwen3_vl", 40, 32, 64), ("gemma4", 105, 64, 64)])
+@pytest.mark.parametrize(
+    ("family", "before", "other", "again"), [("qwen3_vl", 40, 32, 64), ("gemma4", 105, 64, 64), ("llama4", 40, 0, 64)]
+)
 def test_cached_prefixes_are_of_one_picture(tmp_path: Path, family: str, before: int, other: int, again: int) -> None:
     """Placeholders are alike in all pictures: another picture in the same text hits what stands before it alone. No prefix ends
     inside a picture that is computed whole."""
@@ -199,9 +201,9 @@ def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> Non
         "gemma3",
         "gemma4",
         "internvl",
-        "kimi_k25",
         "kimi_vl",
         "lfm2-vl",
+        "llama4",
         "smolvlm",
         "qwen2_5_vl",
         "qwen3_vl",

@@ -62,8 +62,7 @@ class PictureInputs:
         chunks = [(op, one.pictures) for op, one in zip(ops, inserts, strict=True)]
         seen = any(span.start < op.start + op.count and op.start < span.stop for op, spans in chunks for span in spans)
         if self._description.mrope_section and seen:
-            rows = [_positions(spans, op.start, width) for op, spans in chunks]
-            self.positions = mx.array(np.stack(rows, axis=1).astype(np.int32))
+            self.positions = mx.array(np.stack([_positions(spans, op.start, width) for op, spans in chunks], 1).astype(np.int32))
         elif self._description.mrope_section and any(spans for _, spans in chunks):
             shifts = [sum(span.shift for span in spans if span.stop <= op.start) for op, spans in chunks]
             self.positions = mx.array(shifts, mx.int32)
