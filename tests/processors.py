@@ -32,6 +32,7 @@ WORDS = {
     "kimi_vl": ["<|media_pad|>"],
     "lfm2-vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>"],
     "glm4v": ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"],
+    "llama4": [f"<|{name}|>" for name in ("patch", "image", "image_start", "image_end", "tile_x_separator", "tile_y_separator")],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
 }
 TOKENIZER = {
@@ -40,6 +41,7 @@ TOKENIZER = {
     "kimi_vl": {"chat_template": GEMMA.replace("<start_of_image>", "image:<|media_pad|>")},
     **dict.fromkeys(("smolvlm", "lfm2-vl"), {"chat_template": GEMMA.replace("<start_of_image>", "<image>")}),
     "glm4v": {"chat_template": GEMMA.replace("<start_of_image>", "<|begin_of_image|><|image|><|end_of_image|>")},
+    "llama4": {"chat_template": GEMMA.replace("<start_of_image>", "<|image|>")},
     "internvl": {
         "chat_template": GEMMA.replace("<start_of_image>", "<IMG_CONTEXT>"),
         "extra_special_tokens": {
@@ -72,6 +74,7 @@ PROCESSOR = {
         "max_image_size": {"longest_edge": 16},
     },
     "kimi_vl": {"in_token_limit": 40, "patch_size": 4, "pad_input": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5] * 3},
+    "llama4": {"size": {"height": 8, "width": 8}, "max_patches": 4, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5] * 3},
     "lfm2-vl": {
         **{"image_processor_type": "Lfm2VlImageProcessor", "tile_size": 16, "encoder_patch_size": 4, "downsample_factor": 2},
         **{"min_image_tokens": 1, "max_image_tokens": 4, "max_pixels_tolerance": 1.0},
@@ -105,7 +108,9 @@ def see(path: Path, kind: str, vocab: int = 480) -> None:
         json.dumps({"image_seq_length": 3, "image_seq_len": 4, "patch_size": 4, "spatial_merge_size": 2})
     )
     if not (path / "config.json").exists():
-        config = {"model_type": kind, "vision_config": {"model_type": kind}, "media_placeholder_token_id": vocab}
+        vision = {"model_type": kind, "patch_size": 4, "pixel_shuffle_ratio": 0.5}
+        tokens = {"media_placeholder_token_id": vocab, "image_token_index": vocab}
+        config = {"model_type": kind, "vision_config": vision, **tokens}
         (path / "config.json").write_text(json.dumps(config))
 
 

@@ -54,6 +54,25 @@ VISION: dict[str, JsonObject] = {
     "kimi_k25": {"vision_config": {**_TOWER, **_MOON}},
     "kimi_vl": {"vision_config": {**_TOWER, **_MOON}},
     "lfm2-vl": {"vision_config": {**_TOWER, "model_type": "lfm2_vl", "num_patches": 16}, "projector_hidden_size": 48},
+    "llama4": {
+        "vision_config": {
+            **_TOWER,
+            "model_type": "llama4_vision_model",
+            "image_size": 16,
+            "initializer_range": 0.02,
+            "norm_eps": 1e-5,
+            "num_channels": 3,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_dropout": 0.0,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+            "rope_theta": 10000.0,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+            "vision_output_dim": 48,
+            "intermediate_size": 128,
+        }
+    },
     "smolvlm": {"vision_config": {**_TOWER, "model_type": "smolvlm_vision", "image_size": 16}},
     "glm4v": {"vision_config": {**_QWEN, "model_type": "glm4v", "image_size": 16}},
     "glm4v_moe": {"vision_config": {**_QWEN, "model_type": "glm4v_moe", "image_size": 16}},
@@ -72,6 +91,7 @@ PLACES = {
     "kimi_k25": (6, 0),
     "kimi_vl": (6, 0),
     "lfm2-vl": (4, 0),
+    "llama4": (4, 3),
     "smolvlm": (4, 0),
     "mistral3": (2, 2),
     "pixtral": (4, 4),
@@ -174,6 +194,8 @@ def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
     pixels = [np.random.default_rng(seed).standard_normal((3, 16, 16)).astype(np.float32) for seed in seeds]
     if family in ("idefics3", "smolvlm"):
         return {"pixel_values": np.stack(pixels)[None], "pixel_attention_mask": np.ones((1, len(seeds), 16, 16), np.int64)}
+    if family == "llama4":  # two tiles and their overview
+        return {"pixel_values": np.concatenate([np.stack([one, one[:, ::-1], one * 2]) for one in pixels])}
     sizes = {} if family in ("gemma3", "internvl") else {"image_sizes": np.array([[16, 16]] * len(seeds), np.int64)}
     return {"pixel_values": np.stack(pixels), **sizes}
 

@@ -76,7 +76,8 @@ def test_pictures_are_seen_as_by_mlx_vlm_alone(tmp_path: Path, family: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "before", "other", "again"), [("qwen3_vl", 40, 32, 64), ("glm4v", 40, 32, 64), ("gemma4", 105, 64, 64)]
+    ("family", "before", "other", "again"),
+    [("qwen3_vl", 40, 32, 64), ("glm4v", 40, 32, 64), ("gemma4", 105, 64, 64), ("llama4", 40, 0, 64)],
 )
 def test_cached_prefixes_are_of_one_picture(tmp_path: Path, family: str, before: int, other: int, again: int) -> None:
     """Placeholders are alike in all pictures: another picture in the same text hits what stands before it alone. No prefix ends
@@ -197,7 +198,9 @@ def test_a_picture_beyond_the_towers_positions_is_refused(tmp_path: Path) -> Non
     assert "more than the 16 pixels" in error
 
 
-@pytest.mark.parametrize("family", [one for one in VISION if one not in ("idefics3", "mistral3", "pixtral", "qwen2_vl")])
+@pytest.mark.parametrize(
+    "family", [one for one in VISION if one not in ("idefics3", "kimi_k25", "mistral3", "pixtral", "qwen2_vl")]
+)
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 2)])
 def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family: str) -> None:
     """The first stage puts the features in; the others need positions at most. So do all ranks that share layers."""

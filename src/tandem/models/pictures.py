@@ -22,11 +22,8 @@ _MROPE = {
     **dict.fromkeys(("glm4v", "glm4v_moe"), (8, 12, 12)),
 }
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
-_CHUNKED = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe")
-"""Types whose frequencies stand axis after axis; those of others alternate."""
-KIMI = ("kimi_k25", "kimi_vl")
-"""Types whose pictures text/picture_processors.py prepares."""
-SEES = ("gemma3", "gemma4", "idefics3", "internvl", *KIMI, "lfm2-vl", "mistral3", "pixtral", "smolvlm", *_MROPE)
+_ONE_AXIS = "gemma3 gemma4 idefics3 internvl kimi_k25 kimi_vl lfm2-vl llama4 mistral3 pixtral smolvlm"
+SEES = (*_ONE_AXIS.split(), *_MROPE)
 """Model types whose encoder is in mlx-vlm's module of that name."""
 
 
@@ -69,7 +66,7 @@ def _entries(config: JsonMapping, name: str) -> JsonMapping:
 def rotary_axes(description: ModelDescription, count: int) -> list[int]:
     """Return the axis of positions (0 time, 1 row, 2 column) that each of `count` rotary frequencies turns by."""
     times, rows, columns = description.mrope_section
-    if description.family in _CHUNKED:
+    if description.family in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"):  # axis after axis; those of others alternate
         return ([0] * times + [1] * rows + [2] * columns + [0] * count)[:count]
     lengths = (0, 3 * rows, 3 * columns)
     return [i % 3 if i < lengths[i % 3] else 0 for i in range(count)]

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+from safetensors import SafetensorError
+from safetensors.numpy import load
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
@@ -32,8 +34,6 @@ from tandem.protocol.quarantine import ENCODER_DEATHS
 from tandem.protocol.step import InsertOp, PrefillOp
 
 log = logging.getLogger(__name__)
-
-_PIXELS = "pixel_values"
 
 
 def _blank(width: int, dtype: mx.Dtype) -> SimpleNamespace:
@@ -58,15 +58,13 @@ class Encoder:
         self._model = build_whole({"hidden_size": description.hidden_size, **(config.get("text_config") or {}), **config}, name)
         self._scale = getattr(getattr(self._model.language_model, "model", None), "embed_scale", 1.0)
         self._model.pop("language_model")
-        for name in ("audio_tower", "embed_audio"):
-            setattr(self._model, name, None)
+        self._model.audio_tower = self._model.embed_audio = None
         parts = [part for part in (self._model, *self._model.children().values()) if hasattr(part, "sanitize")]
         # Its weights get the names of mlx-vlm's modules as by mlx-vlm's `load_model`.
         named = SimpleNamespace(sanitize=lambda weights: reduce(lambda found, part: part.sanitize(found), parts, weights))
-        weights = open_weights(files, named, description)
         loader = PartLoader(quantization=description.quantization, dequantize=dequantize, dtype=dtype)
-        own = {name: array for name, array in weights.items() if name.partition(".")[0] in self._model}
-        self._model = loader.load("", self._model, own)
+        weights = open_weights(files, named, description).items()
+        self._model = loader.load("", self._model, {name: one for name, one in weights if name.partition(".")[0] in self._model})
         self._model.language_model = _blank(description.hidden_size, dtype)
         self._dtype = dtype
         made = self._model.config
@@ -77,18 +75,15 @@ class Encoder:
 
         Features that are added behind the first layers follow in the last axis: [L, H + layers * H].
         """
-        from safetensors.numpy import load
-
         arrays: Any = {name: mx.array(value) for name, value in load(inputs).items()}
-        if _PIXELS not in arrays:
-            raise ValueError(f"the processor made no {_PIXELS}")
-        side = int(getattr(self._model.config.vision_config, "image_size", 0))
-        largest: Any = mx.max(arrays["image_sizes"]).item() if "image_sizes" in arrays else 0
-        if largest > side:  # its positions would be read from beyond their table
+        if (pixels := arrays.pop("pixel_values", None)) is None:
+            raise ValueError("the processor made no pixel_values")
+        side = getattr(self._model.config.vision_config, "image_size", 0)
+        if "image_sizes" in arrays and mx.any(arrays["image_sizes"] > side).item():  # positions would be read beyond their table
             raise ValueError(f"a side has more than the {side} pixels of the model's vision tower")
         ids = mx.array([list(tokens)], dtype=mx.int32)
         taken = ids[0] == self._placeholder
-        made = self._model.get_input_embeddings(ids, arrays.pop(_PIXELS), mask=mx.ones(ids.shape, mx.int32), **arrays)
+        made = self._model.get_input_embeddings(ids, pixels, mask=mx.ones(ids.shape, mx.int32), **arrays)
         features = (made.inputs_embeds[0] / self._scale).astype(self._dtype)
         if made.deepstack_visual_embeds is not None:
             order = mx.maximum(mx.cumsum(taken.astype(mx.int32)) - 1, 0)
@@ -149,7 +144,6 @@ class PictureFeatures:
         if self._process is not None:
             start_thread(partial(self._process.encode, order, self._held, report), name="encoder")
             return None
-        from safetensors import SafetensorError
 
         try:
             self._encoder = self._encoder or self._load()

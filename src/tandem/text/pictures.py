@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import inspect
 import io
 import sys
@@ -11,17 +12,18 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from tandem.checkpoints.config import read_json
 from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
-from tandem.models.pictures import KIMI
 from tandem.protocol.pictures import Picture
 from tandem.protocol.request import MAX_PICTURE_BYTES
-from tandem.text.picture_processors import KimiProcessor, PictureProcessor, Prepared
 from tandem.text.tokenizer import Tokenizer, encode_fitting, too_long
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
@@ -53,7 +55,18 @@ def _of_mlx_vlm(source: str, base: Any, package: str, name: str) -> Any:
     return made(**made.get_image_processor_dict(source, local_files_only=True)[0])
 
 
-class Processor(PictureProcessor):
+class Prepared(NamedTuple):
+    """A picture after the processor."""
+
+    text: str
+    """Text that replaces its placeholder in the prompt."""
+    picture: Picture
+    """Its length is the number of its tokens. Its inputs are left out (`b""`) where the api has them."""
+    size: int
+    """Bytes of its inputs."""
+
+
+class Processor:
     """A checkpoint's processor, of transformers, on Pillow and numpy alone."""
 
     def __init__(self, source: str) -> None:
@@ -82,30 +95,100 @@ class Processor(PictureProcessor):
         options |= dict.fromkeys(_OTHERS & taken.keys())
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **only)
         self._processor: Any = made(image_processor=images, tokenizer=tokenizer, **options)
-        self.settings = f"{base.__name__} {images.to_json_string()}"
-        self.placeholder = self._processor.image_token
+        self.placeholder: str = self._processor.image_token
         ids: list[int] = self._processor.image_token_ids
         self.token = ids[0]
-        self.words = frozenset({self.placeholder, *tokenizer.convert_ids_to_tokens(ids)})
+        """Id of the token that a feature replaces; others are marks of rows."""
+        self._place, *marks = tokenizer.convert_ids_to_tokens(ids)
+        self.words = frozenset({self.placeholder, self._place, *marks})
+        """Texts that mean pictures, which messages may not contain."""
 
-    def arrays(self, image: Any) -> tuple[str, int, dict[str, Any]]:
-        """Return text and number of a picture's tokens, and its arrays for the encoder."""
+    def prepare(self, image: Any) -> Prepared:
+        """Return a picture for the model. Raises what the processor raises."""
+        import numpy as np
+        from safetensors.numpy import save
+
+        text, arrays = self._arrays(image)
+        inputs = save({name: np.ascontiguousarray(value) for name, value in arrays.items() if name not in _OF_TEXT})
+        key, length = hashlib.sha256(text.encode() + inputs).hexdigest(), text.count(self._place)
+        return Prepared(text, Picture(key=key, start=0, length=length, inputs=inputs), len(inputs))
+
+    def _arrays(self, image: Any) -> tuple[str, dict[str, Any]]:
+        """Return a picture's text, and its arrays for the encoder."""
+        given = {"text": [self.placeholder], "images": [image]}
+        found = self._processor(**given, return_tensors="np", return_text_replacement_offsets=True)
+        return found["text_replacement_offsets"][0][0]["replacement"], found
+
+
+class _OwnProcessor(Processor):
+    """Processor of a type for which mlx-vlm's computes with MLX or otherwise, and transformers' needs torchvision."""
+
+    def __init__(self, source: str) -> None:
+        config, stored = (read_json(Path(source) / f"{name}.json") for name in ("config", "preprocessor_config"))
+        self._given: Any = {**config["vision_config"], **stored.get("media_proc_cfg", stored)}
+        self.token = config.get("media_placeholder_token_id") or config["image_token_index"]
+        self.words = frozenset({self.placeholder, self._place})
+
+    def _squares(self, image: Any, side: int) -> Any:
+        """Return normalised numbers [N, 3, side, side] of the squares of an image, row by row."""
         import numpy as np
 
-        found = self._processor(
-            text=[self.placeholder], images=[image], return_tensors="np", return_text_replacement_offsets=True
-        )
-        tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.token))
-        arrays = {name: array for name, array in found.items() if name not in _OF_TEXT}
-        return found["text_replacement_offsets"][0][0]["replacement"], tokens, arrays
+        pixels = np.asarray(image, np.float32) / np.float32(255) - np.float32(self._given["image_mean"])
+        cut = (pixels / np.float32(self._given["image_std"])).reshape(image.height // side, side, image.width // side, side, 3)
+        return cut.transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
+
+
+class _Kimi(_OwnProcessor):
+    """Processor of `kimi_vl` and `kimi_k25`: pictures are shrunk to a number of patches, and padded or cropped to whole ones."""
+
+    placeholder = _place = "<|media_pad|>"
+
+    def _arrays(self, image: Any) -> tuple[str, dict[str, Any]]:
+        import numpy as np
+
+        given, size = self._given, np.array(image.size)
+        patch, merge = given["patch_size"], np.max(given.get("merge_kernel_size", 2))
+        most, side = given.get("in_patch_limit") or given["in_token_limit"], given.get("patch_limit_on_one_side", 512) * patch
+        scale = min(1.0, np.sqrt(most / np.maximum(1, size // patch).prod()), *(side / size))
+        size, block = np.maximum(1, (size * scale).astype(int)), merge * patch
+        counts = -(-size // block) if given.get("pad_input", "in_patch_limit" in given) else np.maximum(1, size // block)
+        start = np.maximum(0, (size - counts * block) // 2)
+        image = image.resize(tuple(size), 3).crop((*start, *(start + counts * block)))  # 3: bicubic
+        grid = (counts * merge)[None, ::-1]
+        return self._place * counts.prod(), {"pixel_values": self._squares(image, patch), "image_grid_hws": grid}
+
+
+class _Llama4(_OwnProcessor):
+    """Processor of `llama4`, as in transformers: tiles of a picture in the grid that fits it best, and an overview."""
+
+    placeholder, _place = "<|image|>", "<|patch|>"
+
+    def _arrays(self, image: Any) -> tuple[str, dict[str, Any]]:
+        import numpy as np
+
+        given, size, side = self._given, np.array(image.size), self._given["size"]["height"]
+        counts = range(1, given["max_patches"] + 1)
+        grids = [np.array([count // rows, rows]) for count in counts for rows in range(1, count + 1) if count % rows == 0]
+        fits = [min(grid * side / size) for grid in grids]
+        grid = grids[fits.index(min((fit for fit in fits if fit >= 1), default=max(fits)))]  # of these, one of fewest tiles
+        room = np.minimum(np.maximum(size, side), grid * side)
+        scaled = np.clip((size * min(room / size) + 1e-6).astype(int), 1, room)
+        tiles = self._squares(image.resize(tuple(scaled), 2).crop((0, 0, *(grid * side))), side)  # 2: bilinear
+        places, text = self._place * round((side // given["patch_size"] * given["pixel_shuffle_ratio"]) ** 2), ""
+        if len(tiles) > 1:
+            tiles = np.concatenate([tiles, self._squares(image.resize((side, side), 2), side)])
+            text = ("<|tile_x_separator|>".join([places] * grid[0]) + "<|tile_y_separator|>") * grid[1]
+        return f"<|image_start|>{text}<|image|>{places}<|image_end|>", {"pixel_values": tiles}
+
+
+_PROCESSORS = {"kimi_k25": _Kimi, "kimi_vl": _Kimi, "llama4": _Llama4}
 
 
 @lru_cache(maxsize=2)
-def processor_of(source: str) -> PictureProcessor:
+def processor_of(source: str) -> Processor:
     """Return the processor of the model in the directory `source`. Raises RequestError."""
     try:
-        kind = read_json(Path(source) / "config.json").get("model_type")
-        return KimiProcessor(source) if kind in KIMI else Processor(source)
+        return _PROCESSORS.get(str(read_json(Path(source) / "config.json").get("model_type")), Processor)(source)
     except Exception as error:  # of others' files and packages
         why = " ".join(f"{type(error).__name__}: {error}".replace(source, "its directory").split())[:300]
         message = f"The model's processor of pictures cannot be loaded ({why}); send text alone."
@@ -119,7 +202,7 @@ def refusal(number: int, why: str, remedy: str) -> RequestError:
 
 def tokens_with_pictures(
     tokenizer: Tokenizer,
-    processor: PictureProcessor,
+    processor: Processor,
     context: int,
     messages: Sequence[JsonMapping],
     pictures: Sequence[tuple[str, bool]],
@@ -142,33 +225,30 @@ def tokens_with_pictures(
         except Exception as error:  # a library's, about this picture
             why = " ".join(str(error).split())[:200]
             raise refusal(number, f"is refused by the model's processor ({why})", "send it in another size") from error
-        tokens, size = tokens + prepared[-1].tokens, size + prepared[-1].size
+        tokens, size = tokens + prepared[-1].picture.length, size + prepared[-1].size
         if tokens > context:
             raise too_long(context, "messages", tokens, least=True)
         if size > MAX_PICTURE_BYTES:
-            raise refusal(
-                number, f"makes more than {MAX_PICTURE_BYTES // 2**20} MiB of numbers with those before it", "send fewer"
-            )
-    for message in messages:
-        for word in processor.words:
-            if word in (message.get("content") or ""):
-                why = f"Invalid 'messages': a text contains {word!r}, which stands for a picture in this model's prompts"
-                raise RequestError(f"{why}; leave it out.", param="messages", code="invalid_value")
+            why = f"makes more than {MAX_PICTURE_BYTES // 2**20} MiB of numbers with those before it"
+            raise refusal(number, why, "send fewer")
+    for message, word in product(messages, processor.words):
+        if word in (message.get("content") or ""):
+            why = f"Invalid 'messages': a text contains {word!r}, which stands for a picture in this model's prompts"
+            raise RequestError(f"{why}; leave it out.", param="messages", code="invalid_value")
     text, *rest = text.split(processor.placeholder)
     if len(rest) != len(prepared):
         why = f"the chat template shows {len(rest)} of {len(prepared)} pictures"
         raise RequestError(f"Invalid 'messages': {why}; send them in messages of the user.", param="messages")
-    text += "".join(picture.text + after for picture, after in zip(prepared, rest, strict=True))
+    text += "".join(own + after for (own, *_), after in zip(prepared, rest, strict=True))
     ids = encode_fitting(tokenizer, text, context, "messages", special=False)
     places = [place for place, token in enumerate(ids) if token == processor.token]
     if len(places) != tokens:
         why = f"{len(places)} placeholder tokens where its pictures need {tokens}"
         raise RequestError(f"Invalid 'messages': the prompt has {why}; send other text.", param="messages")
-    found, first = [], 0
-    for picture in prepared:
-        start, end = places[first], places[first + picture.tokens - 1]
-        found.append(Picture(key=picture.key, start=start, length=end - start + 1, inputs=picture.inputs))
-        first += picture.tokens
+    found = []
+    for one in (one.picture for one in prepared):
+        span, places = places[: one.length], places[one.length :]
+        found.append(replace(one, start=span[0], length=span[-1] + 1 - span[0]))
     return ids, found, prepared
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import sys
 import threading
 import zlib
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 
 import anthropic
 import numpy as np
 import pytest
 from safetensors.numpy import load
+from transformers.image_utils import SizeDict
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from processors import PROCESSOR, encoded, mutants, noise, see
 from server.conftest import MODEL, running_engine, running_server, wait_until
@@ -27,7 +30,6 @@ from tandem.server.chats import picture_fetch, request_texts
 from tandem.server.chats.pictures import check_given
 from tandem.server.chats.prompt import Marks, prompt_text
 from tandem.server.openai.messages import GivenPicture
-from tandem.text.picture_processors import KimiProcessor
 from tandem.text.pictures import decoded, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import load_tokenizer
 
@@ -372,6 +374,8 @@ def test_models_without_sight_say_why(shared, seeing, tmp_path, monkeypatch):
 
 SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fake_token_around_image>"
 
+TILES = "<|patch|><|tile_x_separator|><|patch|><|tile_y_separator|><|image|><|patch|>"
+
 
 @pytest.mark.parametrize(
     ("kind", "shown", "before", "shape"),
@@ -380,6 +384,7 @@ SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fa
         ("mistral3", f"{ROW}[IMG_BREAK]{ROW}", "user\n", (1, 3, 16, 32)),
         ("internvl", "<IMG_CONTEXT>" * 9, "<img>", (3, 3, 8, 8)),
         ("kimi_vl", "<|media_pad|>" * 8, "image:", (32, 3, 4, 4)),
+        ("llama4", TILES, "<|image_start|>", (3, 3, 8, 8)),
         ("lfm2-vl", f"{TILE}<|img_row_1_col_2|>{TILE}<|img_thumbnail|><image><image>", "<|img_row_1_col_1|>", (3, 16, 48)),
         ("glm4v", "<|image|>" * 8, "<|begin_of_image|>", (32, 96)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
@@ -413,14 +418,44 @@ def test_pictures_of_kimi_are_prepared_as_by_mlx_vlm(tmp_path, kind):
         stored = {name: settings[name] for name in ("patch_size", "image_mean", "image_std")} | {"patch_limit_on_one_side": 9}
         theirs = KimiK25ImageProcessor(**stored, in_token_limit=40, merge_kernel_size=[2, 2])
         stored = {"media_proc_cfg": {**stored, "in_patch_limit": 40, "merge_kernel_size": 2}}
+    see(tmp_path, "kimi_vl")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(stored))
-    (tmp_path / "config.json").write_text(json.dumps({"media_placeholder_token_id": 7}))
-    ours = KimiProcessor(str(tmp_path))
+    ours = processor_of(str(tmp_path))
     for size in ((33, 17), (100, 37), (9, 130 if kind == "kimi_k25" else 13)):
-        (_, tokens, found), want = ours.arrays(noise(*size)), theirs([noise(*size)])
+        (text, picture, _), want = ours.prepare(noise(*size)), theirs([noise(*size)])
+        found = load(picture.inputs)
         for name in ("pixel_values", "image_grid_hws"):
             assert np.array_equal(found[name], np.array(want[name])), (size, name)
-        assert tokens == len(found["pixel_values"]) // 4
+        assert picture.length * 4 == len(found["pixel_values"]) and text == "<|media_pad|>" * picture.length
+
+
+def test_pictures_of_llama4_are_cut_into_tiles_as_by_transformers(tmp_path, monkeypatch):
+    """Its module needs torch, but numpy's functions of these names choose the same grid."""
+    names = {"Tensor": np.ndarray, "compiler": SimpleNamespace(disable=lambda call: call)}
+    names |= {name: getattr(np, name) for name in ("where", "min", "max", "argmin")}
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**names))
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(functional=None))
+    place = find_spec("transformers.models.llama4").submodule_search_locations[0]
+    spec = spec_from_file_location("transformers.models.llama4.tiles", f"{place}/image_processing_llama4.py")
+    monkeypatch.setitem(sys.modules, spec.name, theirs := module_from_spec(spec))
+    spec.loader.exec_module(theirs)
+    monkeypatch.undo()
+    see(tmp_path, "llama4")
+    ours, resolutions = processor_of(str(tmp_path)), np.array(theirs.find_supported_resolutions(4, SizeDict(height=8, width=8)))
+    for width, height in ((8, 8), (32, 16), (7, 90), (5, 3), (13, 9), (17, 16), (100, 20)):
+        image = noise(width, height)
+        rows, columns = (side // 8 for side in theirs.get_best_fit((height, width), resolutions))
+        room = min(max(height, 8), rows * 8), min(max(width, 8), columns * 8)
+        size = [max(side, 1) for side in theirs.get_max_res_without_distortion((height, width), room)[::-1]]
+        canvas = Image.new("RGB", (columns * 8, rows * 8))
+        canvas.paste(image.resize(size, Image.Resampling.BILINEAR))
+        want = [canvas.crop((x, y, x + 8, y + 8)) for y in range(0, rows * 8, 8) for x in range(0, columns * 8, 8)]
+        want += [image.resize((8, 8), Image.Resampling.BILINEAR)] if len(want) > 1 else []
+        text, found, _ = ours.prepare(image)
+        assert text == Llama4Processor._prompt_split_image(None, (rows, columns), 1) and found.length == len(want)
+        pixels = (np.stack([np.asarray(one) for one in want]) / 255 - [0.5, 0.4, 0.3]) / 0.5
+        assert np.allclose(load(found.inputs)["pixel_values"], pixels.transpose(0, 3, 1, 2), atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [40])

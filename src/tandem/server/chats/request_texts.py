@@ -24,7 +24,7 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import GivenPicture, Message
-from tandem.text.picture_processors import Prepared
+from tandem.text.pictures import Prepared
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer, check_bytes, encode_fitting
 
@@ -116,14 +116,15 @@ class RequestTexts:
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
         kept, keys = self._loaded.prepared, [(self.status.source, picture.url, picture.low) for picture in pictures]
         known = {number: kept[key] for number, key in enumerate(keys, 1) if key in kept}
-        task |= {"mark": mark, "known": {number: picture._replace(inputs=b"") for number, picture in known.items()}}
+        task["mark"] = mark
+        task["known"] = {n: one._replace(picture=replace(one.picture, inputs=b"")) for n, one in known.items()}
         task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
         packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
         kept.update(zip(keys, prepared, strict=True))
         while sum(len(url) + picture.size for (_, url, _), picture in kept.items()) > MAX_PICTURE_BYTES:
             del kept[next(iter(kept))]
-        whole = (replace(picture, inputs=one.inputs) for picture, one in zip(seen, prepared, strict=True))
+        whole = (replace(picture, inputs=one.picture.inputs) for picture, one in zip(seen, prepared, strict=True))
         return Rendered(_ids(packed), end, tuple(whole))
 
     async def _with_bytes(self, pictures: list[GivenPicture]) -> list[GivenPicture]:

@@ -18,7 +18,7 @@ from tandem.errors import TandemError, UnavailableError
 from tandem.guided.accept import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
-from tandem.text.picture_processors import Prepared
+from tandem.text.pictures import Prepared
 from tandem.text.tokenizer import Tokenizer, check_template_file, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from tandem.server.fields import Unknown
 from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.text.picture_processors import Prepared
-from tandem.text.pictures import processor_of, tokens_with_pictures
+from tandem.text.pictures import Prepared, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import encode_fitting
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
