@@ -99,6 +99,13 @@ PLACES = {
 """Placeholders in a row of a picture of 16 x 16, and rows that end with a separator of their own; (n, 0): no rows. Those of
 gemma4 are larger, beyond its window."""
 
+_TEXT = {"language_model.lm_head": "lm_head", "language_model.model": "model.language_model"}
+STORED = {
+    "glm4v": {**_TEXT, "vision_tower": "model.visual"},
+    "lfm2-vl": {**_TEXT, "vision_tower": "model.vision_tower", "multi_modal": "model.multi_modal"},
+}
+"""Types that are stored as by transformers: beginnings of names in mlx-vlm, and there."""
+
 
 def seeing_model(directory: Path, family: str) -> Path:
     """Write a tiny random model with its vision tower, as mlx-vlm stores it."""
@@ -116,6 +123,7 @@ def seeing_model(directory: Path, family: str) -> Path:
         "pad_token_id": 0,
     }
     if family == "lfm2-vl":
+        config["model_type"] = "lfm2_vl"  # as transformers spells it
         config["text_config"]["tie_word_embeddings"] = True
     if family == "gemma4":  # as its larger models are
         config["text_config"]["use_bidirectional_attention"] = "vision"
@@ -146,10 +154,8 @@ def seeing_model(directory: Path, family: str) -> Path:
             arrays[name] -= 3  # states forget what was read a few tokens ago otherwise
         elif name.endswith(("self_attn.q_proj.weight", "self_attn.q_norm.weight")):
             arrays[name] *= 4  # attention hardly looks at positions otherwise
-    if family == "glm4v":  # as transformers stores it
-        places = (("language_model.lm_head", "lm_head"), ("language_model.model", "model.language_model"))
-        for old, new in (*places, ("vision_tower", "model.visual")):
-            arrays = {name.replace(old, new): array for name, array in arrays.items()}
+    for old, new in STORED.get(family, {}).items():
+        arrays = {name.replace(old, new): array for name, array in arrays.items()}
     directory.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(directory / "model.safetensors"), arrays, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config))
@@ -224,7 +230,7 @@ def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> 
     config = json.loads((directory / "config.json").read_text())
     model: Any = build_whole({**config["text_config"], **config}, family.replace("-", "_"))
     weights: Any = mx.load(str(directory / "model.safetensors"))
-    model.load_weights(list((model.sanitize(weights) if family == "glm4v" else weights).items()))
+    model.load_weights(list((model.sanitize(weights) if family in STORED else weights).items()))
     tokens, _ = prompt_with(family, *parts)
     arrays = {name: mx.array(one) for name, one in inputs(family, *(one for one in parts if isinstance(one, int))).items()}
     ids = mx.array([tokens])

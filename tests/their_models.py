@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tandem.loading.build_model import build_model
 from tandem.loading.text_tower import import_lazily
+from tandem.models.description import in_mlx_lm
 from tandem.models.families.table import family_of
 
 
@@ -39,8 +40,12 @@ def load_theirs(path: Path) -> Theirs:
             model, lambda *args, **more: text(*args, **more).logits, lambda _: cache.make_prompt_cache(text), dequantize_model
         )
     from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import dequantize_model, load_model
+    from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_model
 
-    ours = (lambda config: (build_model, SimpleNamespace(from_dict=dict))) if family_of(kind).nested else None
+    ours = (
+        (lambda config: (build_model, SimpleNamespace(from_dict=dict)))
+        if not in_mlx_lm(MODEL_REMAPPING.get(kind, kind))
+        else None
+    )
     model, _ = load_model(path, **({"get_model_classes": ours} if ours else {}))
     return Theirs(model, model, make_prompt_cache, dequantize_model)

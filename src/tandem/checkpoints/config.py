@@ -61,8 +61,9 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def read_config(path: Path) -> JsonObject:
-    """Return the `config.json` of the model directory `path`. Raise `BrokenModel`."""
-    return read_json(path / "config.json")
+    """Return the `config.json` of the model directory `path`, with mlx-lm's spelling of its type. Raise `BrokenModel`."""
+    config = read_json(path / "config.json")
+    return {**config, "model_type": "lfm2-vl"} if config.get("model_type") == "lfm2_vl" else config
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:

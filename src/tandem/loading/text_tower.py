@@ -94,7 +94,8 @@ def _shared(cache: Any) -> Any:
         return mlx_lm_caches.RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
     if kind == "CacheList":
         return mlx_lm_caches.CacheList(*map(_shared, cache.caches))
-    cache.__class__ = _with_one_state(type(cache))  # type: ignore[arg-type]
+    if not isinstance(cache, mlx_lm_caches._BaseCache):
+        cache.__class__ = _with_one_state(type(cache))  # type: ignore[arg-type]
     return cache
 
 

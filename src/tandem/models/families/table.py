@@ -163,7 +163,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "plamo3": Family(layers="model.layers.layers"),
     "qwen": Family(layers="transformer.h", tied="never"),
-    "lfm2-vl": Family(layers=_NESTED, tied="always"),
+    "lfm2-vl": Family(module="lfm2", nested=True, layers=_NESTED, tied="always"),
     "longcat_flash_ngram": Family(
         tied="never", one_by_one="its n-grams are looked up for sequences of one length", can_draft=False
     ),
