@@ -108,7 +108,7 @@ def test_a_picture_of_an_earlier_request_is_not_prepared_again(seeing, monkeypat
     after = seeing.engine.last.pictures
     assert (after[1].key, after[1].inputs) == (before[0].key, before[0].inputs) != (after[0].key, after[0].inputs)
     assert after[1].start > after[0].start > before[0].start and load(after[0].inputs)["pixel_values"].size
-    assert [url for url, _ in tasks[-1]["pictures"]] == [new["image_url"]["url"], ""] and not tasks[-1]["known"][2].inputs
+    assert [url for url, _ in tasks[-1]["pictures"]] == [new["image_url"]["url"], ""] and not tasks[-1]["known"][2].picture.inputs
     monkeypatch.setattr(request_texts, "MAX_PICTURE_BYTES", 0)
     for _ in range(2):
         assert ask(seeing, "b", old).status_code == 200
