@@ -357,6 +357,7 @@ SOFT, ROW, TILE, AROUND = "<image_soft_token>", "[IMG]" * 4, "<image>" * 4, "<fa
         ("lfm2-vl", f"{TILE}<|img_row_1_col_2|>{TILE}<|img_thumbnail|><image><image>", "<|img_row_1_col_1|>", (3, 16, 48)),
         ("glm4v", "<|image|>" * 8, "<|begin_of_image|>", (32, 96)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
+        ("gemma4_unified", "<|image|>" * 55, "<|image>", (1, 70, 432)),
         ("smolvlm", f"{TILE}{AROUND}<row_1_col_2>{TILE}\n\n{AROUND}<global-img>{TILE}", "<row_1_col_1>", (1, 3, 3, 16, 16)),
     ],
 )
