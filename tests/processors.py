@@ -33,7 +33,7 @@ WORDS = {
     "lfm2-vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>"],
     "glm4v": ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"],
     "llama4": [f"<|{name}|>" for name in ("patch", "image", "image_start", "image_end", "tile_x_separator", "tile_y_separator")],
-    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
+    **dict.fromkeys(("gemma4", "gemma4_unified"), ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]),
 }
 TOKENIZER = {
     "qwen2_5_vl": {"chat_template": QWEN},
@@ -57,13 +57,16 @@ TOKENIZER = {
             "image_token": "<image_soft_token>",
         },
     },
-    "gemma4": {
-        "chat_template": GEMMA.replace("<start_of_image>", "<|image|>"),
-        "extra_special_tokens": {
-            **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
-            **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+    **dict.fromkeys(
+        ("gemma4", "gemma4_unified"),
+        {
+            "chat_template": GEMMA.replace("<start_of_image>", "<|image|>"),
+            "extra_special_tokens": {
+                **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+                **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+            },
         },
-    },
+    ),
 }
 PROCESSOR = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 65536},
@@ -91,6 +94,7 @@ PROCESSOR = {
         "crop_to_patches": True,
         "max_patches": 4,
     },
+    "gemma4_unified": {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}},
 }
 

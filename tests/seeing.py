@@ -49,6 +49,7 @@ VISION: dict[str, JsonObject] = {
     "mistral3": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "pixtral": {"vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 16}},
     "gemma4": {"vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}},
+    "gemma4_unified": {"vision_config": {"patch_size": 4, "model_patch_size": 8, "mm_embed_dim": 32, "output_proj_dims": 32}},
     "idefics3": {"vision_config": {**_TOWER, "model_type": "idefics3", "image_size": 16}},
     "internvl": {"vision_config": {**_TOWER, "model_type": "internvl_vision", "image_size": 16}},
     "kimi_k25": {"vision_config": {**_TOWER, **_MOON}},
@@ -86,6 +87,7 @@ VISION: dict[str, JsonObject] = {
 PLACES = {
     "gemma3": (4, 0),
     "gemma4": (24, 0),
+    "gemma4_unified": (24, 0),
     "idefics3": (4, 0),
     "internvl": (4, 0),
     "kimi_k25": (6, 0),
@@ -125,8 +127,10 @@ def seeing_model(directory: Path, family: str) -> Path:
     if family == "lfm2-vl":
         config["model_type"] = "lfm2_vl"  # as transformers spells it
         config["text_config"]["tie_word_embeddings"] = True
-    if family == "gemma4":  # as its larger models are
+    if family == "gemma4":  # as its larger models are, and unified ones if nothing is said
         config["text_config"]["use_bidirectional_attention"] = "vision"
+    if family == "gemma4_unified":
+        config["text_config"] |= {"attention_k_eq_v": False, "use_double_wide_mlp": True}  # mlx-vlm assumes others of the unified
     if family not in PLACES:
         config["vision_start_token_id"] = START
         rope: JsonObject = {"type": "default", "mrope_section": [2, 3, 3]}
@@ -135,7 +139,7 @@ def seeing_model(directory: Path, family: str) -> Path:
         elif family.startswith("qwen3_5"):
             rope = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         config["text_config"] |= {"rope_parameters" if "rope_theta" in rope else "rope_scaling": rope}
-    if family == "gemma4":  # where it is not said, mlx-vlm rotates more than mlx-lm
+    if family.startswith("gemma4"):  # where it is not said, mlx-vlm rotates more than mlx-lm
         full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
         config["text_config"]["rope_parameters"] = {
             "full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -182,9 +186,10 @@ def inputs(family: str, *seeds: int) -> dict[str, np.ndarray]:
         random = zip(map(np.random.default_rng, seeds), grids, strict=True)
         patches = [rng.standard_normal((grid.prod(), 96)) for rng, grid in random]
         return {"pixel_values": np.concatenate(patches).astype(np.float32), "image_grid_thw": grids}
-    if family == "gemma4":
-        places = np.stack(np.meshgrid(np.arange(8), np.arange(12)), axis=-1).reshape(96, 2)
-        patches = [np.random.default_rng(seed).standard_normal((96, 48)).astype(np.float32) for seed in seeds]
+    if family.startswith("gemma4"):  # patches in rows; the unified ones are as large as four
+        width, height, size = (4, 6, 192) if family == "gemma4_unified" else (8, 12, 48)
+        places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1).reshape(-1, 2)
+        patches = [np.random.default_rng(seed).standard_normal((len(places), size)).astype(np.float32) for seed in seeds]
         return {"pixel_values": np.stack(patches), "image_position_ids": np.stack([places] * len(seeds))}
     if family.startswith("kimi"):
         patches = [np.random.default_rng(seed).standard_normal((24, 3, 4, 4)).astype(np.float32) for seed in seeds]
@@ -214,7 +219,7 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
         if isinstance(part, list):
             tokens += part
             continue
-        if family not in PLACES or family == "gemma4":
+        if family not in PLACES or family.startswith("gemma4"):
             tokens.append(START)
         row, rows = PLACES.get(family, (math.prod(GRIDS[part % len(GRIDS)]) // 4, 0))
         span = [IMAGE] * row if not rows else ([IMAGE] * row + [SEPARATOR]) * rows
@@ -237,7 +242,7 @@ def alone(directory: Path, family: str, count: int, *parts: list[int] | int) -> 
     embeds = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones(ids.shape, mx.int32), **arrays)
     cache, found = make_prompt_cache(model.language_model), list[int]()
     taken = {"inputs_embeds": embeds.inputs_embeds, "position_ids": embeds.position_ids}
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         taken["mm_token_type_ids"] = (ids == IMAGE).astype(mx.int32)
     taken |= {name: getattr(embeds, name) for name in ("visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs")}
     logits = model.language_model(ids, cache=cache, **{key: one for key, one in taken.items() if one is not None}).logits

@@ -22,7 +22,7 @@ _MROPE = {
     **dict.fromkeys(("glm4v", "glm4v_moe"), (8, 12, 12)),
 }
 """Types whose positions have three axes in pictures, and the rotary frequencies of each axis where config.json has none."""
-_ONE_AXIS = "gemma3 gemma4 idefics3 internvl kimi_k25 kimi_vl lfm2-vl llama4 mistral3 pixtral smolvlm"
+_ONE_AXIS = "gemma3 gemma4 gemma4_unified idefics3 internvl kimi_k25 kimi_vl lfm2-vl llama4 mistral3 pixtral smolvlm"
 SEES = (*_ONE_AXIS.split(), *_MROPE)
 """Model types whose encoder is in mlx-vlm's module of that name."""
 
@@ -36,7 +36,7 @@ def why_no_pictures(config: JsonMapping) -> str:
         return f"pictures are read by models of type {', '.join(SEES)}, and this one's is {model_type!r}"
     if model_type in _MROPE and not mrope_section(model_type, text):
         return "its rotary embedding is scaled (rope_scaling), which is not done for positions in pictures"
-    if model_type == "gemma4" and text.get("use_bidirectional_attention") not in (None, False, "vision"):
+    if model_type.startswith("gemma4") and text.get("use_bidirectional_attention") not in (None, False, "vision"):
         return "all its text is read in both directions (use_bidirectional_attention), and here only pictures are"
     return ""
 

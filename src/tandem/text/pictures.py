@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
 from itertools import product
 from pathlib import Path
@@ -33,25 +32,29 @@ LOW = (512, 512)
 _KINDS = "send PNG, JPEG, WebP, GIF or AVIF"
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 _TORCHVISION = {"PixtralProcessor": "pixtral", "Gemma4Processor": "gemma4"}
-_NUMPY = {"Lfm2VlProcessor": ("lfm2_vl", "Lfm2VlNumpyImageProcessor")}
-"""Module of mlx-vlm and its class for the pictures of processors whose own, of transformers, needs torchvision."""
+_NUMPY = {"lfm2_vl": "Lfm2VlNumpyImageProcessor", "gemma4_unified": "Gemma4UnifiedImageProcessor"}
+"""mlx-vlm's class for the pictures of types for which transformers' needs torchvision."""
 _OTHERS = frozenset({"feature_extractor", "video_processor"})
 """Processors of sound and videos, which are not loaded."""
 _OWN = frozenset({"image_processor", "tokenizer", "chat_template", "self"})
 
 
-def _of_mlx_vlm(source: str, base: Any, package: str, name: str) -> Any:
-    """Return mlx-vlm's class `name` for pictures, with the settings of `source`, without mlx-vlm's packages, which import MLX.
+def _of_mlx_vlm(source: str, base: Any, package: str) -> Any:
+    """Return mlx-vlm's class of `_NUMPY`, with the settings of `source`, without mlx-vlm's packages, which import MLX.
     What its module replaces in transformers' processor `base` is put back."""
-    functions, before = ModuleType("_mlx_vlm.base"), (base.__init__, base.__call__)
-    vars(functions).update(dict.fromkeys(("load_chat_template", "install_auto_processor_patch"), lambda *_: None))
-    sys.modules |= {"_mlx_vlm": ModuleType("_mlx_vlm"), "_mlx_vlm.base": functions, f"_mlx_vlm.{package}": ModuleType(package)}
-    file = distribution("mlx-vlm").locate_file(f"mlx_vlm/models/{package}/processing_{package}.py")
-    module = ModuleType(f"_mlx_vlm.{package}.processing")
-    module.__package__ = f"_mlx_vlm.{package}"
-    SourceFileLoader(module.__name__, str(file)).exec_module(module)
+    before, empty = (base.__init__, base.__call__), {name: ModuleType(name) for name in ("base", "gemma4", package)}
+    vars(empty["base"]).update(dict.fromkeys(("load_chat_template", "install_auto_processor_patch", "to_mlx"), lambda *_: None))
+    sys.modules |= {"_mlx_vlm": ModuleType("_mlx_vlm")} | {f"_mlx_vlm.{name}": module for name, module in empty.items()}
+    for name, module in empty.items():
+        module.__path__ = [str(distribution("mlx-vlm").locate_file(f"mlx_vlm/models/{name}"))]
+    theirs = getattr(import_module(f"_mlx_vlm.{package}.processing_{package}"), _NUMPY[package])
     base.__init__, base.__call__ = before
-    made = getattr(module, name)
+
+    def prepared(*args: Any, **options: Any) -> Any:  # Gemma's also returns the number of tokens
+        found = theirs.__call__(*args, **options)
+        return found[0] if isinstance(found, tuple) else found
+
+    made: Any = type(theirs.__name__, (theirs,), {"__call__": prepared})
     return made(**made.get_image_processor_dict(source, local_files_only=True)[0])
 
 
@@ -74,8 +77,8 @@ class Processor:
         import transformers
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-        kind = str(read_json(Path(source) / "config.json").get("model_type"))
-        name = PROCESSOR_MAPPING_NAMES[kind.replace("-", "_")]
+        kind = str(read_json(Path(source) / "config.json").get("model_type")).replace("-", "_")
+        name = PROCESSOR_MAPPING_NAMES[kind].replace("Unified", "")  # Gemma's two write the same text for a picture
         if own := _TORCHVISION.get(name):  # its module takes a function from torchvision's backend that Pillow's has too
             package = f"transformers.models.{own}"
             sys.modules[f"{package}.image_processing_{own}"] = import_module(f"{package}.image_processing_pil_{own}")
@@ -84,8 +87,8 @@ class Processor:
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         only = {"local_files_only": True, "trust_remote_code": False}
-        if name in _NUMPY:
-            images = _of_mlx_vlm(source, base, *_NUMPY[name])
+        if kind in _NUMPY:
+            images = _of_mlx_vlm(source, base, kind)
         else:
             images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **only)
         file = Path(source) / "processor_config.json"

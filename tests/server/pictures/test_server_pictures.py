@@ -388,6 +388,7 @@ TILES = "<|patch|><|tile_x_separator|><|patch|><|tile_y_separator|><|image|><|pa
         ("lfm2-vl", f"{TILE}<|img_row_1_col_2|>{TILE}<|img_thumbnail|><image><image>", "<|img_row_1_col_1|>", (3, 16, 48)),
         ("glm4v", "<|image|>" * 8, "<|begin_of_image|>", (32, 96)),
         ("gemma4", "<|image|>" * 55, "<|image>", (1, 630, 48)),
+        ("gemma4_unified", "<|image|>" * 55, "<|image>", (1, 70, 432)),
         ("smolvlm", f"{TILE}{AROUND}<row_1_col_2>{TILE}\n\n{AROUND}<global-img>{TILE}", "<row_1_col_1>", (1, 3, 3, 16, 16)),
     ],
 )

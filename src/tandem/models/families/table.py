@@ -81,6 +81,7 @@ _GPT_OSS = {
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _EVERY_FOURTH = {"full_attention_interval": 4}
 _GEMMA4 = {"head_dim": 256, "num_key_value_heads": 1}
+_UNIFIED = {**_GEMMA4, "use_bidirectional_attention": "vision"}
 _GLM4V = {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_scaling": None}
 _TIED_BY_DEFAULT = (
     "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe", "helium", "olmo2",
@@ -143,7 +144,7 @@ FAMILIES: dict[str, Family] = {
         one_by_one="layers that share keys and values read them off the cache of one sequence",
     ),
     "gemma4": Family(layers=_NESTED, gives=("per_layer_input",), defaults=_GEMMA4),
-    "gemma4_unified": Family(module="gemma4", layers=_NESTED, gives=("per_layer_input",), defaults=_GEMMA4),
+    "gemma4_unified": Family(module="gemma4", layers=_NESTED, gives=("per_layer_input",), defaults=_UNIFIED),
     "gemma4_text": Family(gives=("per_layer_input",), defaults=_GEMMA4),
     "gpt2": Family(layers="model.h", tied="always"),
     "gpt_bigcode": Family(
