@@ -100,6 +100,7 @@ def drafts_after(
 
     monkeypatch.setattr(Drafter, "draft", noted)
     monkeypatch.setattr("tandem.speculation.proposers.ModelProposer.hits", 1.0)  # it is asked in each step
+    monkeypatch.setattr("tandem.speculation.proposers.ModelProposer.trial", False)
     texts = set()
     for number, layout in enumerate(layouts):
         with LLM(str(directory), prefill_chunk=16, kv_disk=str(directory.parent / "kv"), **{**drafting, **layout}) as llm:

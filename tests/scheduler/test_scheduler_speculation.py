@@ -254,12 +254,23 @@ def test_a_draft_model_that_is_right_takes_fewer_steps_and_is_asked_no_more_wher
     assert 0 < sum(width > 1 for width in dear.widths) < 20
 
 
-def test_a_draft_model_that_is_hardly_ever_right_is_tried_ever_more_seldom() -> None:
-    ranks = FakeRanks(model=random.Random(1), right=0.0, seconds=lambda rows, width: 1.0 if width == 1 else 1.5)
-    requests = [cyclic(str(i), max_tokens=128) for i in range(20)]
-    run(ranks, requests, speculation=SpeculationLimits(drafts=DRAFTS, model=True), max_batch_size=1)
-    tried = [i for i, width in enumerate(ranks.widths) if width > 1]
-    assert len(tried) < 50 and 1 <= sum(i > 1200 for i in tried) < 15
+def test_a_draft_model_that_is_never_right_costs_little_and_one_that_pays_goes_on_after_mistakes() -> None:
+    def seconds(rows: int, width: int) -> float:
+        return 1.0 if width == 1 else 1.5 + 0.1 * width
+
+    def ratio(ranks: FakeRanks, requests: int) -> float:
+        """Time of plain decoding / time taken."""
+        asked = [cyclic(str(i), max_tokens=128) for i in range(requests)]
+        run(ranks, asked, speculation=SpeculationLimits(drafts=DRAFTS, model=True), max_batch_size=1)
+        return 127 * requests / ranks.now
+
+    never = FakeRanks(model=(wrong := random.Random(1)), right=0.0, seconds=seconds)
+    wrong.randrange = lambda *_: VOCAB  # type: ignore[method-assign]
+    assert ratio(never, 20) > 0.98
+    tried = [i for i, width in enumerate(never.widths) if width > 1]
+    assert set(never.widths) == {1, 2} and 4 < len(tried) < 40 and sum(i > 1200 for i in tried) < 10
+    for seed in range(4):
+        assert ratio(FakeRanks(model=random.Random(seed), right=0.7, seconds=seconds), 4) > 1.15
 
 
 def test_a_draft_model_that_pays_is_used_though_steps_wait_for_other_programs_at_times() -> None:

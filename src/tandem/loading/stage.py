@@ -165,8 +165,12 @@ class StageModel:
     def final(self, h: mx.array) -> mx.array:
         """Return hidden states [B, L, H] after the final norm, the head's input. Last stage only."""
         self._require_last()
-        heads = _heads(self._pipeline_model.model)
-        return self._pipeline_model.final(h, heads[0] if heads else _embedding(self.modules), embedding=not heads)
+        path = next(iter(self._output_projections), None)
+        return self._pipeline_model.final(h, path or _embedding(self.modules), embedding=path is None)
+
+    @cached_property
+    def _output_projections(self) -> list[str]:
+        return _heads(self._pipeline_model.model)
 
     def head(self, h: mx.array) -> mx.array:
         """Map hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.

@@ -32,8 +32,8 @@ LEAST = 0.15
 """Accuracy below which a sequence gets no drafts, whatever the step costs."""
 RETRY, MOST_RETRY = 512, 16384
 """Steps before unused drafting is tried again; the interval doubles each time, up to the second value."""
-FIRST = 4
-"""Predictions of a draft model before more than one token is requested at once."""
+FIRST, TRIALS = 4, 3
+"""Predictions of a draft model of which each is requested alone: the first of all, and in a retry until one is correct."""
 TRY_AGAIN = 64
 """Tokens without drafts, of all sequences, before a draft model that failed is retried; doubles each time it fails again."""
 READ = 1024
@@ -134,7 +134,8 @@ class ModelProposer:
         self._shared, self._own = shared, shared.hits
         self._drafts: list[int] = []
         self._after = self._read = -1
-        self._before: float | None = None
+        self._before, self._trials = 0.0, 0
+        """Own accuracy before a retry, and predictions that it may still get wrong; 0 outside of one."""
 
     @property
     def hits(self) -> float:
@@ -144,16 +145,22 @@ class ModelProposer:
     @property
     def trial(self) -> bool:
         """True for the first predictions of all, and in a retry."""
-        return self._before is not None or self._shared.count < FIRST
+        return self._trials > 0 or self._shared.count < FIRST
 
     def read(self, tokens: Sequence[int]) -> None:
         """Count the tokens without drafts, and retry after enough of them."""
         shared = self._shared
-        if self._after < self._read:
+        if self._read < 0:
+            self._own = shared.hits  # that at its start, not of when it was submitted
+        elif self._after < self._read:
             shared.untried += len(tokens) - self._read
         self._read = len(tokens)
-        if shared.untried > shared.patience and self.hits < CREDIT and self._before is None:
-            shared.untried, self._before, self._own = 0, self._own, 2 * CREDIT
+        if shared.untried > shared.patience and not self._trials:
+            shared.untried = 0
+            if self.hits < CREDIT:
+                self._before, self._own, self._trials = self._own, 2 * CREDIT, TRIALS
+            else:
+                self._own = max(self._own, shared.hits)  # a few mistakes are no reason to stop for long
 
     def drafts(self, tokens: int, most: int) -> list[int]:
         """Return up to `most` drafts: see Proposer."""
@@ -162,12 +169,14 @@ class ModelProposer:
     def tried(self, drafts: int, accepted: int) -> None:
         """Update the accuracy: accepted drafts were right, the next one, if any, wrong."""
         shared = self._shared
-        if self._before is not None:
-            shared.untried, self._own = 0, CREDIT if accepted else self._before
-            shared.patience = TRY_AGAIN if accepted else min(2 * shared.patience, MOST_RETRY)
-            self._before = None
+        if self._trials:
+            shared.untried, self._trials = 0, 0 if accepted else self._trials - 1
+            if accepted:
+                self._own, shared.patience = CREDIT, TRY_AGAIN
+            elif not self._trials:
+                self._own, shared.patience = self._before, min(2 * shared.patience, MOST_RETRY)
         for right in [True] * accepted + [False] * (accepted < drafts):
-            self._own += (right - self._own) * LEARN
+            self._own += (right - self._own) * LEARN * (not self._trials)
             shared.note(right)
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
@@ -335,10 +344,7 @@ class Speculation:
         if self._limits is None or not self._limits.model:
             return 0
         trials = [one.proposer is not None and one.proposer.trial for one in sequences]
-        rows = [
-            ([0] * (0 if trial and one.drafts(1) else min(most, one.room)), one.proposer.hits if one.proposer else 0.0)
-            for one, trial in zip(sequences, trials, strict=True)
-        ]
+        rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         best = best_drafts(rows, self._costs) if any(drafts for drafts, _ in rows) else None
         return max(min(len(row), 1 if trial else most) for row, trial in zip(best, trials, strict=True)) if best else 0
 
