@@ -188,12 +188,11 @@ def beside_pictures(server: harness.Server, args: argparse.Namespace) -> dict[st
     """Print a text stream's pace alone, beside pictures, and beside prompts of text; return the verdict."""
     shown = [large_picture(args.side, 1000 + seed) for seed in range(24)]
     # A number comes first, so that no prompt begins as another did.
-    pictures = (question("x", shown[at % len(shown)], before=f"{at} ", max_tokens=1) for at in itertools.count())
-    texts = (question(" the" * ((args.side // 32) ** 2 // 2), before=f"{at} ", max_tokens=1) for at in itertools.count())
+    pictures = (question("x", shown[at % len(shown)], before=f"{at:04d} ", max_tokens=1) for at in itertools.count())
+    texts = (question(" the" * ((args.side // 32) ** 2 // 2), before=f"{at:04d} ", max_tokens=1) for at in itertools.count())
     with httpx.Client(timeout=240) as client:
-        print(
-            f"first picture, with which the encoder is loaded: {first_token(client, server, next(pictures))[0]:.2f} s", flush=True
-        )
+        whole, part = first_token(client, server, next(pictures))
+        print(f"first picture, with which the encoder is loaded: {whole:.2f} s, {part:.2f} of them in the engine", flush=True)
     rows = []
     for number in range(args.rounds + 1):
         sides, every = [streamed(server, args.tokens)], [0.0]

@@ -109,7 +109,13 @@ def _stormed(server: Server, count: int, rng: random.Random, roles: tuple[str, .
 def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=200, metavar="N", help="over all layouts (default: %(default)s)")
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=200,
+        metavar="N",
+        help="over all layouts; with fewer than 80 nothing may be killed, which is not well (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu"), help="(default: %(default)s)")
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="folder for the servers' logs, to keep")
