@@ -254,7 +254,7 @@ def test_a_draft_model_that_is_right_takes_fewer_steps_and_is_asked_no_more_wher
     assert 0 < sum(width > 1 for width in dear.widths) < 20
 
 
-def test_a_draft_model_that_is_never_right_costs_little_and_one_that_pays_goes_on_after_mistakes() -> None:
+def test_a_draft_model_that_is_hardly_ever_right_is_tried_ever_more_seldom_and_one_that_pays_goes_on_after_mistakes() -> None:
     def seconds(rows: int, width: int) -> float:
         return 1.0 if width == 1 else 1.5 + 0.1 * width
 
