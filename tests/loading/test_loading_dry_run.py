@@ -123,7 +123,7 @@ def test_drafts_that_cannot_be_taken_back_are_refused_before_anything_is_loaded(
 
 
 def test_a_model_that_sees_is_served_as_text_and_this_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {**tiny_config("llama4"), "vision_config": {"depth": 2}}
+    config = {**tiny_config("gemma3n"), "vision_config": {"depth": 2}}
     path = tiny_model(tmp_path / "seeing", settings=config)
     plan_layout(Settings(model=ModelSettings(model=str(path)), parallel=ParallelSettings()))
     assert "seeing: its text model alone is served, vision left out" in caplog.text
