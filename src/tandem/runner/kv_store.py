@@ -315,11 +315,13 @@ class RowsApart(Rows):
         return caches
 
 
-def reserve(caches: Sequence[Cache], positions: int) -> None:
+def reserve(caches: Sequence[Any], positions: int) -> None:
     """Let the caches of one sequence grow by `positions` positions at once, as each growth copies them. At least by mlx-lm's
     step."""
-    for cache in members(caches):
-        if type(cache) in (KVCache, GroupedKVCache):
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            reserve(cache.caches, positions)
+        elif type(cache) in (KVCache, GroupedKVCache):
             cache.step = max(positions, KVCache.step)
 
 

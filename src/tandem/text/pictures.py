@@ -64,9 +64,9 @@ class Prepared(NamedTuple):
     text: str
     """Text that replaces its placeholder in the prompt."""
     picture: Picture
-    """Its length is the number of its tokens. Its inputs are left out (`b""`) where the api has them."""
+    """The picture, with the number of its tokens as its length. Inputs are left out (`b""`) where the api has them."""
     size: int
-    """Bytes of its inputs."""
+    """Bytes of the inputs."""
 
 
 class Processor:
