@@ -56,7 +56,7 @@ class PictureSource(Tagged):
     url: str | None = None
 
 
-class Content(Marked, Tagged):
+class ContentBlock(Marked, Tagged):
     """Base of content blocks, each of which may be a text or a picture."""
 
     noun = "block"
@@ -68,24 +68,24 @@ class Content(Marked, Tagged):
     source: PictureSource | None = None
 
 
-class ResultBlock(Content):
+class ResultBlock(ContentBlock):
     """Content block of a tool's result."""
 
     type: Literal["text", "image"]
 
 
-class Block(Content):
+class Block(ContentBlock):
     """Content block of a message."""
 
     needs = {
-        **Content.needs,
+        **ContentBlock.needs,
         "tool_use": {"id", "name", "input"},
         "tool_result": {"tool_use_id"},
         "thinking": {"thinking"},
         "redacted_thinking": {"data"},
     }
     takes = {
-        **Content.takes,
+        **ContentBlock.takes,
         "tool_use": {"caller", "toolset_name"},
         "tool_result": {"content", "is_error", "toolset_name"},
         "thinking": {"signature"},

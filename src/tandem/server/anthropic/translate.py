@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from itertools import groupby
 
-from tandem.server.anthropic.schemas import Block, Content, CountRequest, MessagesRequest, OutputConfig, TextBlock, Tool
+from tandem.server.anthropic.schemas import Block, ContentBlock, CountRequest, MessagesRequest, OutputConfig, TextBlock, Tool
 from tandem.server.body_validation import checked
 from tandem.server.openai.schemas import ChatRequest
 
@@ -86,7 +86,7 @@ def _others(role: str, blocks: list[Block]) -> list[Json]:
     return messages or [{"role": role, "content": ""}]
 
 
-def _parts(blocks: Iterable[Content]) -> list[Json]:
+def _parts(blocks: Iterable[ContentBlock]) -> list[Json]:
     """Return content parts: a text for adjacent text blocks, and each picture by its URL, or its bytes as a data URI."""
     parts: list[Json] = []
     for source, group in groupby(blocks, key=lambda block: block.source):
@@ -98,7 +98,7 @@ def _parts(blocks: Iterable[Content]) -> list[Json]:
     return parts
 
 
-def _text(blocks: Iterable[Content | TextBlock]) -> str:
+def _text(blocks: Iterable[ContentBlock | TextBlock]) -> str:
     return "\n".join(block.text or "" for block in blocks)
 
 
