@@ -40,8 +40,8 @@ MARGIN = 0.03
 """Minimum distance of `EASE` above `--memory-fraction`, since a full KV cache is normal. Also the hysteresis: pressure ends
 this far below `EASE`."""
 
-DOUBLING = {True: 6, False: 1}
-"""`Limits.prefill_doubling` in hidden sizes, by whether a GPU computes: by arithmetic, and on CPUs, whose softmax is slow."""
+DOUBLING, CPU_DOUBLING = 6, 1
+"""`Limits.prefill_doubling` in hidden sizes: by arithmetic, and measured on x86 CPUs, whose softmax is slow."""
 
 
 def make_limits(
@@ -54,7 +54,8 @@ def make_limits(
     """
     chosen = settings.scheduler
     chunk = prefill_chunk(chosen.prefill_chunk, gpu=ranks[0].gpu)
-    cuda = all(ready.gpu and not ready.metal for ready in ranks)  # plans attention and products for each shape
+    cuda = [ready.gpu and not ready.metal for ready in ranks]  # these plan attention and products for each shape
+    doubling = (DOUBLING if ranks[0].gpu else CPU_DOUBLING) * layout.description.hidden_size
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> halvings, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     cached_prefix = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
@@ -76,7 +77,7 @@ def make_limits(
         prefix_trimmable=all(ready.trimmable for ready in ranks),
         micro_batches=layout.micro_batches,
         stages=layout.ranks[0].stages,
-        prefill_doubling=0 if cuda or layout.ranks[0].stages == 1 else DOUBLING[ranks[0].gpu] * layout.description.hidden_size,
+        prefill_doubling=0 if any(cuda) or layout.ranks[0].stages == 1 else doubling,
         max_batch_size=max(chosen.max_batch_size >> halvings, 1),
         prefill_chunk=max(chunk >> halvings, 1),
         kv_tokens=kv_tokens,
@@ -89,7 +90,7 @@ def make_limits(
         speculation=_speculation(settings.speculation, layout, ranks),
         whole_pictures=layout.description.whole_pictures,
         digests=chosen.self_check and len(ranks) > 1,
-        pads_prompts=cuda,
+        pads_prompts=all(cuda),
     )
 
 

@@ -34,7 +34,7 @@ class Picture(Struct, frozen=True, kw_only=True):
     """One picture of a prompt, as the model's processor prepared it."""
 
     key: str
-    """SHA-256 of the processed arrays and of the processor's settings, 64 hex digits. Equal keys mean equal features."""
+    """SHA-256 of the picture's text in the prompt and of its processed arrays, 64 hex digits. Equal keys mean equal features."""
     start: int
     """Position of its first placeholder token in the prompt."""
     length: int

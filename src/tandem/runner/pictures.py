@@ -17,7 +17,7 @@ import mlx.core as mx
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from tandem.checkpoints.config import read_config
+from tandem.checkpoints.config import nested_text, read_config
 from tandem.checkpoints.files import ModelFiles
 from tandem.crash_guard import start_thread
 from tandem.errors import BatchDesync, BrokenModel, UsageError
@@ -26,6 +26,7 @@ from tandem.loading.stage_payload import dtype_name
 from tandem.loading.text_tower import build_whole
 from tandem.loading.weights import MLX_ERRORS, PartLoader, one_line, open_weights
 from tandem.models.description import describe
+from tandem.models.families.table import family_of
 from tandem.models.sources import require_mlx_vlm
 from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskDone
 from tandem.protocol.layout import StageSpec
@@ -54,8 +55,10 @@ class Encoder:
         description = describe(files)
         name = description.family.replace("-", "_")
         # gemma3 scales features by the width of the text model, and qwen2_5_vl reads its entries beside others alone.
-        config = read_config(files.path)
-        self._model = build_whole({"hidden_size": description.hidden_size, **(config.get("text_config") or {}), **config}, name)
+        config, family = read_config(files.path), family_of(description.family)
+        text = {**(family.defaults if family.nested else {}), **nested_text(config)}
+        config |= {"text_config": text} if nested_text(config) else {}
+        self._model = build_whole({"hidden_size": description.hidden_size, **text, **config}, name)
         self._scale = getattr(getattr(self._model.language_model, "model", None), "embed_scale", 1.0)
         self._model.pop("language_model")
         self._model.audio_tower = self._model.embed_audio = None
@@ -169,8 +172,6 @@ class PictureFeatures:
     def of(self, ops: Sequence[PrefillOp], inserts: Sequence[InsertOp], width: int) -> tuple[mx.array, mx.array] | None:
         """Return features [rows, width, H] for a pass over these chunks, and where they stand: bool [rows, width]. None if
         no chunk has a position of a picture. Raise BatchDesync for a picture that is not held."""
-        from safetensors.numpy import load
-
         found: dict[str, mx.array] = {}
         for row, (op, insert) in enumerate(zip(ops, inserts, strict=True)):
             for one in insert.pictures:

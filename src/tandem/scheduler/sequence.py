@@ -39,7 +39,7 @@ class Sequence:
     samples: bool = field(init=False)
     """False if it ends with its prompt, without output tokens."""
     eos_token_ids: InitVar[frozenset[int]] = frozenset()
-    """End-of-sequence tokens of the model."""
+    """End-of-sequence tokens of the model, for `stop_token_ids` alone."""
     stop_token_ids: frozenset[int] = field(init=False)
     """Tokens that end it."""
     tokens: list[int] = field(default_factory=list)

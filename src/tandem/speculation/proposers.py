@@ -33,7 +33,8 @@ LEAST = 0.15
 RETRY, MOST_RETRY = 512, 16384
 """Steps before unused drafting is tried again; the interval doubles each time, up to the second value."""
 FIRST, TRIALS = 4, 3
-"""Predictions of a draft model of which each is requested alone: the first of all, and in a retry until one is correct."""
+"""How many predictions of a draft model are requested one at a time: the first of all sequences, and in a retry, which ends
+with its first correct one, those that may be wrong."""
 TRY_AGAIN = 64
 """Tokens without drafts, of all sequences, before a draft model that failed is retried; doubles each time it fails again."""
 READ = 1024
@@ -113,6 +114,8 @@ class ModelAccuracy:
         """Tokens of sequences without drafts since the last retry."""
         self.patience = TRY_AGAIN
         """Value of `untried` at which the next retry is due; doubles each time one fails."""
+        self.wrong = 0
+        """Wrong predictions of retries since `patience` changed, of all sequences, as one may end during a retry."""
         self.count = 0
         """Recorded predictions."""
 
@@ -125,8 +128,8 @@ class ModelAccuracy:
 class ModelProposer:
     """Proposer for a draft model, whose drafts come with step results.
 
-    Accuracy is known only while drafts are tried. If they do not pay off, they are retried after growing intervals: until the
-    first that fails.
+    Accuracy is known only while drafts are tried. If they do not pay off, they are retried after growing intervals. A retry
+    ends with its first correct prediction, or after `TRIALS` wrong ones.
     """
 
     def __init__(self, shared: ModelAccuracy) -> None:
@@ -160,7 +163,7 @@ class ModelProposer:
             if self.hits < CREDIT:
                 self._before, self._own, self._trials = self._own, 2 * CREDIT, TRIALS
             else:
-                self._own = max(self._own, shared.hits)  # a few mistakes are no reason to stop for long
+                self._own = max(self._own, shared.hits)  # its few mistakes are no reason to stop, nor to wait longer next time
 
     def drafts(self, tokens: int, most: int) -> list[int]:
         """Return up to `most` drafts: see Proposer."""
@@ -171,12 +174,16 @@ class ModelProposer:
         shared = self._shared
         if self._trials:
             shared.untried, self._trials = 0, 0 if accepted else self._trials - 1
+            shared.wrong = 0 if accepted else shared.wrong + 1
             if accepted:
                 self._own, shared.patience = CREDIT, TRY_AGAIN
             elif not self._trials:
-                self._own, shared.patience = self._before, min(2 * shared.patience, MOST_RETRY)
+                self._own = self._before
+            if shared.wrong >= TRIALS:
+                shared.wrong, shared.patience = 0, min(2 * shared.patience, MOST_RETRY)
         for right in [True] * accepted + [False] * (accepted < drafts):
-            self._own += (right - self._own) * LEARN * (not self._trials)
+            if not self._trials:
+                self._own += (right - self._own) * LEARN
             shared.note(right)
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:

@@ -127,10 +127,15 @@ class _OwnProcessor(Processor):
     """Processor of a type for which mlx-vlm's computes with MLX or otherwise, and transformers' needs torchvision."""
 
     def __init__(self, source: str) -> None:
-        config, stored = (read_json(Path(source) / f"{name}.json") for name in ("config", "preprocessor_config"))
+        from PIL import Image
+
+        file = Path(source) / "preprocessor_config.json"  # transformers 5 writes the other one alone, with these nested
+        stored = read_json(file if file.exists() else file.with_name("processor_config.json"))
+        config, stored = read_json(file.with_name("config.json")), stored.get("image_processor", stored)
         self._given: Any = {**config["vision_config"], **stored.get("media_proc_cfg", stored)}
         self.token = config.get("media_placeholder_token_id") or config["image_token_index"]
         self.words = frozenset({self.placeholder, self._place})
+        self._arrays(Image.new("RGB", (1, 1)))  # raises for settings that are missing
 
     def _squares(self, image: Any, side: int) -> Any:
         """Return normalised numbers [N, 3, side, side] of the squares of an image, row by row."""

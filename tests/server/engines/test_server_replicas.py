@@ -38,7 +38,7 @@ def engines(engine, model_dir):
 
 @contextlib.asynccontextmanager
 async def connected(engines, patience_s=0.0):
-    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.05, patience_s=patience_s)
+    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.2, patience_s=patience_s)
     await replicas.start()
     try:
         await until(lambda: all(one.state != "unreachable" for one in replicas.replicas()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from tandem.json_types import JsonMapping
+from tandem.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,10 @@ _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
 _EVERY_FOURTH = {"full_attention_interval": 4}
 _GEMMA4 = {"head_dim": 256, "num_key_value_heads": 1}
 _UNIFIED = {**_GEMMA4, "use_bidirectional_attention": "vision"}
-_GLM4V = {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_scaling": None}
+_GLM4V: JsonObject = {
+    "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_scaling": None,
+    "tie_word_embeddings": False, "use_qk_norm": False,
+}  # fmt: skip
 _TIED_BY_DEFAULT = (
     "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe", "helium", "olmo2",
     "olmoe", "seed_oss", "smollm3", "starcoder2", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "spark2_5", "gear",

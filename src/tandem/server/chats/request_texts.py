@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Mapping, Sequence
 from secrets import token_hex
+from sys import getsizeof
 from typing import TypeVar
 
 from fastapi import Request
@@ -122,8 +123,11 @@ class RequestTexts:
         packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
         kept.update(zip(keys, prepared, strict=True))
-        while sum(len(url) + picture.size for (_, url, _), picture in kept.items()) > MAX_PICTURE_BYTES:
-            del kept[next(iter(kept))]
+        sizes = {key: getsizeof(key[1]) + one.size for key, one in kept.items()}
+        over = sum(sizes.values()) - MAX_PICTURE_BYTES
+        while over > 0:
+            over -= sizes[oldest := next(iter(kept))]
+            del kept[oldest]
         whole = (replace(picture, inputs=one.picture.inputs) for picture, one in zip(seen, prepared, strict=True))
         return Rendered(_ids(packed), end, tuple(whole))
 

@@ -284,6 +284,7 @@ class ModelPool:
             place.closed = False
         if place.state in ("unloaded", "unloading"):
             place.pressed = False
+            place.served.texts.prepared.clear()
         while place.waiting and self._open(place):
             future = place.waiting.popleft()
             if not future.done():
