@@ -47,7 +47,7 @@ def room(*ranks: Ready, fraction: float = 0.85, drafts: int = 0) -> int:
         max_context=1 << 20,
         micro_batches=1,
         ranks=[SimpleNamespace(stages=2, drafts=drafts, mtp=False)],
-        description=SimpleNamespace(eos_token_ids=(), vocab_size=9, whole_pictures=False),
+        description=SimpleNamespace(eos_token_ids=(), vocab_size=9, whole_pictures=False, hidden_size=8),
     )
     settings = Settings(scheduler=SchedulerSettings(memory_fraction=fraction))
     return make_limits(settings, layout, ranks, shrink=False).kv_tokens
@@ -91,7 +91,7 @@ def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
         max_context=1 << 20,
         micro_batches=1,
         ranks=[SimpleNamespace(stages=2, drafts=0, mtp=False)],
-        description=SimpleNamespace(eos_token_ids=(), vocab_size=9, whole_pictures=False),
+        description=SimpleNamespace(eos_token_ids=(), vocab_size=9, whole_pictures=False, hidden_size=8),
     )
     ranks = (ready(0, "a", state_bytes=2**21), ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
     limits = make_limits(Settings(), layout, ranks, shrink=False)
