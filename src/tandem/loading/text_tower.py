@@ -121,7 +121,7 @@ def import_lazily() -> None:
     spec = importlib.util.find_spec("mlx_vlm")
     assert spec is not None and spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0])
-    for file in root.rglob("__init__.py"):
+    for file in (root / "__init__.py", *root.glob("models/*/__init__.py"), *root.glob("speculative/**/__init__.py")):
         name = ".".join(("mlx_vlm", *file.parent.relative_to(root).parts))
         own = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
         assert own is not None

@@ -147,7 +147,6 @@ class PictureFeatures:
         if self._process is not None:
             start_thread(partial(self._process.encode, order, self._held, report), name="encoder")
             return None
-
         try:
             self._encoder = self._encoder or self._load()
             self._held[order.key] = self._encoder.encode(order.tokens, order.inputs)

@@ -79,11 +79,6 @@ class MicroBatch:
         """Return the members whose prompt is computed, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.computed >= sequence.target]
 
-    def complete(self) -> list[Sequence]:
-        """Return the members that need no further step, as their tokens in flight are the last."""
-        rows = self.members.values()
-        return [one for one in rows if len(one.tokens) + one.inflight >= one.max_len and one.computed >= one.target]
-
     @property
     def prompts(self) -> bool:
         """True if some members' prompts are not computed yet."""

@@ -178,7 +178,7 @@ class Scheduler:
 
     def _plan(self, micro_batch: MicroBatch, *, pause: bool = False, chunks: bool = True) -> StepPlan | None:
         """Return the next plan of `micro_batch`; None without work. `pause`: without decoding; `chunks`: with prompts."""
-        for sequence in micro_batch.complete():
+        for sequence in [one for one in micro_batch.decoding() if one.complete]:
             micro_batch.drop(sequence)
         self.batches.make_room()
         self._make_way(micro_batch)

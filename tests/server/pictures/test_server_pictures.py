@@ -26,7 +26,7 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
 from tandem.loading.text_tower import import_lazily
 from tandem.models.pictures import OFF, why_no_pictures
-from tandem.server.chats import picture_fetch, request_texts
+from tandem.server.chats import picture_fetch, request_texts, texts
 from tandem.server.chats.pictures import check_given
 from tandem.server.chats.prompt import Marks, prompt_text
 from tandem.server.openai.messages import GivenPicture
@@ -109,7 +109,7 @@ def test_a_picture_of_an_earlier_request_is_not_prepared_again(seeing, monkeypat
     assert (after[1].key, after[1].inputs) == (before[0].key, before[0].inputs) != (after[0].key, after[0].inputs)
     assert after[1].start > after[0].start > before[0].start and load(after[0].inputs)["pixel_values"].size
     assert [url for url, _ in tasks[-1]["pictures"]] == [new["image_url"]["url"], ""] and not tasks[-1]["known"][2].picture.inputs
-    monkeypatch.setattr(request_texts, "MAX_PICTURE_BYTES", 0)
+    monkeypatch.setattr(texts, "MAX_PICTURE_BYTES", 0)
     for _ in range(2):
         assert ask(seeing, "b", old).status_code == 200
     assert not tasks[-1]["known"] and seeing.engine.last.pictures[0].inputs == before[0].inputs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Mapping, Sequence
 from secrets import token_hex
-from sys import getsizeof
 from typing import TypeVar
 
 from fastapi import Request
@@ -16,7 +15,6 @@ from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.pictures import Picture
-from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.server.body_validation import LARGE_BODY
 from tandem.server.chats.picture_fetch import fetch_pictures
 from tandem.server.chats.pictures import OMITTED, WEB, check_given, takes_pictures
@@ -115,19 +113,15 @@ class RequestTexts:
             except TooExpensive:
                 pass  # rendered by a worker process instead
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
-        kept, keys = self._loaded.prepared, [(self.status.source, picture.url, picture.low) for picture in pictures]
-        known = {number: kept[key] for number, key in enumerate(keys, 1) if key in kept}
+        keys = [(self.status.source, picture.url, picture.low) for picture in pictures]
+        known = {number: self._loaded.prepared[key] for number, key in enumerate(keys, 1) if key in self._loaded.prepared}
         task["mark"] = mark
         task["known"] = {n: one._replace(picture=replace(one.picture, inputs=b"")) for n, one in known.items()}
         task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
         packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
-        kept.update(zip(keys, prepared, strict=True))
-        sizes = {key: getsizeof(key[1]) + one.size for key, one in kept.items()}
-        over = sum(sizes.values()) - MAX_PICTURE_BYTES
-        while over > 0:
-            over -= sizes[oldest := next(iter(kept))]
-            del kept[oldest]
+        if pictures:
+            self._loaded.keep(dict(zip(keys, prepared, strict=True)))
         whole = (replace(picture, inputs=one.picture.inputs) for picture, one in zip(seen, prepared, strict=True))
         return Rendered(_ids(packed), end, tuple(whole))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from sys import getsizeof
 from typing import TypeVar, TypeVarTuple
 
 from msgspec import Struct
@@ -18,6 +19,7 @@ from tandem.errors import TandemError, UnavailableError
 from tandem.guided.accept import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.text.pictures import Prepared
 from tandem.text.tokenizer import Tokenizer, check_template_file, load_tokenizer
 
@@ -30,6 +32,8 @@ LARGE = 8192
 FILES_AWAY = "tokenizer_unavailable"
 """Error code for unreadable tokenizer files (a server fault)."""
 
+PictureKey = tuple[str, str, bool]
+"""Source of the model, URL of a picture, and whether a small one is enough."""
 Result = TypeVar("Result")
 Given = TypeVarTuple("Given")
 
@@ -67,9 +71,17 @@ class Texts:
         self._tokenizer: Tokenizer | None = None
         self._grammars: tuple[Tokenizer, GrammarCheck] | None = None
         self._lock = asyncio.Lock()
-        self.prepared: dict[tuple[str, str, bool], Prepared] = {}
-        """Pictures as the processor prepared them, oldest first, by source of the model, URL, and whether a small one is
-        enough."""
+        self.prepared: dict[PictureKey, Prepared] = {}
+        """Pictures as the processor prepared them, oldest first."""
+
+    def keep(self, pictures: Mapping[PictureKey, Prepared]) -> None:
+        """Keep prepared pictures, up to `MAX_PICTURE_BYTES` with their URLs in all; the oldest are dropped."""
+        self.prepared |= pictures
+        sizes = {key: getsizeof(key[1]) + one.size for key, one in self.prepared.items()}
+        over = sum(sizes.values()) - MAX_PICTURE_BYTES
+        while over > 0:
+            over -= sizes[oldest := next(iter(sizes))]
+            del sizes[oldest], self.prepared[oldest]
 
     def ready(self, status: EngineStatus) -> bool:
         """Return whether the tokenizer of this engine's model is loaded."""
