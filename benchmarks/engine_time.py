@@ -35,17 +35,15 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure()))
         return
-    from harness import middle, table, verdict  # what follows is of this working tree, what is measured is not
+    from harness import middle, source_path, sources, table, verdict  # of this working tree, unlike what is measured
 
     from tandem.env import child_environment
 
-    with tempfile.TemporaryDirectory() as directory:
-        old = subprocess.run(["git", "-C", ROOT, "archive", args.against, "src"], check=True, capture_output=True)
-        subprocess.run(["tar", "-x", "-C", directory], input=old.stdout, check=True)
-        sides: dict[str, list[dict[str, float]]] = {directory: [], str(ROOT): []}
+    with sources(args.against) as trees:
+        sides: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for _ in range(args.rounds):
-            for side, found in sides.items():
-                env = child_environment({"PYTHONPATH": f"{side}/src"})
+            for name, found in sides.items():
+                env = child_environment(source_path(trees[name]))
                 ran = subprocess.run([sys.executable, __file__, "--measure"], check=True, capture_output=True, env=env)
                 found.append(json.loads(ran.stdout.splitlines()[-1]))
     before, after = sides.values()

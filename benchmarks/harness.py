@@ -99,6 +99,24 @@ def prepared(model: str, dtype: str, gpu: bool) -> Path:
     return target
 
 
+@contextlib.contextmanager
+def sources(against: str | None) -> Iterator[dict[str, Path]]:
+    """Directories whose `src` is compared, by name: that of `against`, a commit or a directory, if any, and this working tree."""
+    here = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        old = Path(against or "")
+        if against and not old.is_dir():
+            old = Path(folder)
+            shot = subprocess.run(["git", "-C", here, "archive", against, "src"], check=True, capture_output=True)
+            subprocess.run(["tar", "-x", "-C", old], input=shot.stdout, check=True)
+        yield ({against: old.resolve()} if against else {}) | {"now": here}
+
+
+def source_path(tree: Path) -> dict[str, str]:
+    """The variable with which a child of Python imports the `src` of this directory."""
+    return {"PYTHONPATH": os.pathsep.join([f"{tree}/src", *filter(None, sys.path[1:])])}
+
+
 def free_port() -> int:
     """A port that nobody listens on now, below those that systems give to outgoing connections."""
     while True:
@@ -230,10 +248,12 @@ def tandem_server(
     *,
     log: Path | None = None,
     beside: Sequence[Sequence[str]] = (),
+    tree: Path | None = None,
     **flags: object,
 ) -> Server:
     """`tandem serve`; `flags` are its options with underscores, True for those without a value. `log`: a file for what it
-    prints, which is kept. `beside`: other commands that run as long as it does, and end after it."""
+    prints, which is kept. `beside`: other commands that run as long as it does, and end after it. `tree`: the directory
+    whose `src` it runs, of `sources`."""
     port = free_port()
     chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING", **flags}
     options = []
@@ -243,7 +263,7 @@ def tandem_server(
     return Server(
         name,
         [*beside, command],
-        child_environment(threads_environment(threads)),
+        child_environment(threads_environment(threads) | (source_path(tree) if tree else {})),
         port=port,
         health="/health/ready",
         model="default",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -75,22 +74,14 @@ def main() -> None:
 
 def _over_stages(args: argparse.Namespace) -> None:
     """Time to the first token of one prompt, over stages and over one rank. The prompts of a round are alike, its tokens too."""
-    import tempfile
     from contextlib import ExitStack
 
     with ExitStack() as stack, harness.heading(f"One prompt of {args.tokens} tokens in chunks of {args.chunk or 'the default'}"):
-        trees = {"now": Path(harness.__file__).parents[1]}
-        if args.against and Path(args.against).is_dir():
-            trees = {args.against: Path(args.against)} | trees
-        elif args.against:
-            old = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            shot = subprocess.run(["git", "-C", trees["now"], "archive", args.against, "src"], check=True, capture_output=True)
-            subprocess.run(["tar", "-x", "-C", old], input=shot.stdout, check=True)
-            trees = {args.against: old} | trees
+        trees = stack.enter_context(harness.sources(args.against))
         harness.prepared(args.model, args.dtype, harness.on_gpu())
         players = {}
         for name, tree in trees.items():
-            env = harness.child_environment({"PYTHONPATH": os.pathsep.join([f"{tree}/src", *sys.path[1:]])})
+            env = harness.child_environment(harness.source_path(tree))
             command = [sys.executable, __file__, *sys.argv[1:], "--play"]
             player = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             players[name] = stack.enter_context(player)
