@@ -2,9 +2,10 @@
 a CPU.
 
 MLX's attention over rows of different lengths computes all rows up to the longest, under a mask. Here a block of four warps
-takes one row and one kv head (or a part of the row, if there are few rows). It processes the row's positions with an online
-softmax (Milakov and Gimelshein 2018). A second kernel combines the parts (flash decoding, Dao et al. 2023). Sums are float32
-for every type. Keys and values are read through their strides, without copies.
+takes one row and one kv head (or a part of the row, if there are few rows). 8 to 32 lanes of a warp share a position: each
+reads up to 16 bytes at once, for all queries of the kv head. Each group of lanes has an online softmax (Milakov and Gimelshein
+2018) of its own, merged at the end. A second kernel combines the parts (flash decoding, Dao et al. 2023). Sums are float32 for
+every type. Keys and values are read through their strides, without copies.
 """
 
 from __future__ import annotations
@@ -35,98 +36,105 @@ WASTE = 65_536
 _HEADER = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#define UNROLL(i, COUNT) _Pragma("unroll") for (int i = 0; i < COUNT; i++)
+template <typename N, int COUNT> struct alignas(COUNT * sizeof(N)) Vector { N at[COUNT]; };  // read at once
 """
 _ATTEND = r"""
-    constexpr int W = 4, E = D / 32;
+    constexpr int P = G * D <= 512 ? 8 : G * D <= 1024 ? 16 : 32;  // lanes that share a position
+    constexpr int STATES = 128 / P, E = D / P, U = 2;  // each state takes U positions at once
+    constexpr int EVEN = E & -E, MOST = 128 / BITS;
+    constexpr int V = EVEN < MOST ? EVEN : MOST, Q = EVEN < 4 ? EVEN : 4;  // numbers per read of up to 16 bytes
     const int parts = gridDim.y, part = blockIdx.y;
     const int head = blockIdx.x % KVH, row = blockIdx.x / KVH;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int state = threadIdx.x / P, lane = threadIdx.x % P;
     const int length = lengths[row] + 1;
     const int each = (length + parts - 1) / parts;
     const int begin = part * each, end = min(length, begin + each);
-    BEGIN
-    float qr[G][E], acc[G][E], top[G], sum[G];
-    for (int g = 0; g < G; g++) {
-        top[g] = -1e30f; sum[g] = 0.f;
-        const T* qp = q + (long)row * q_strides[0] + (long)(head * G + g) * q_strides[1] + lane * E;
-        for (int e = 0; e < E; e++) { qr[g][e] = float(qp[e]) * scale[0]; acc[g][e] = 0.f; }
+    auto place = [&](int e, int width) { return (e / width * P + lane) * width + e % width; };
+    auto at = [&](auto* side, const Strides& strides, long p) {
+        return side + row * strides[0] + head * strides[1] + p * strides[2];
+    };
+    DEFINE_READ
+    __shared__ float qs[G][D], tops[STATES][G], sums[STATES][G], accs[STATES][D];
+    for (int g = state; g < G; g += STATES) {
+        const T* qp = q + row * q_strides[0] + (head * G + g) * q_strides[1];
+        UNROLL(e, E) qs[g][place(e, Q)] = float(qp[place(e, V)]) * scale[0];
     }
-    for (int p = begin + warp; p < end; p += W) {
-        float kk[E], vv[E];
-        READ
-        for (int g = 0; g < G; g++) {
-            float s = 0.f;
-            for (int e = 0; e < E; e++) s += qr[g][e] * kk[e];
-            for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(0xffffffff, s, o);
-            const float now = fmaxf(top[g], s), keep = __expf(top[g] - now), weight = __expf(s - now);
-            sum[g] = sum[g] * keep + weight; top[g] = now;
-            for (int e = 0; e < E; e++) acc[g][e] = acc[g][e] * keep + weight * vv[e];
+    __syncthreads();
+    float acc[G][E] = {}, top[G], sum[G] = {};
+    UNROLL(g, G) top[g] = -1e30f;
+    for (int start = begin + state; start - state < end; start += U * STATES) {
+        Chunk kk[U][E / V], vv[U][E / V];
+        UNROLL(u, U) {
+            const long p = min(start + u * STATES, end - 1);
+            READ_BOTH
+        }
+        float s[U][G] = {};
+        UNROLL(u, U) UNROLL(e, E) {
+            const float x = number(kk[u][e / V], e);
+            UNROLL(g, G) s[u][g] += qs[g][place(e, Q)] * x;
+        }
+        UNROLL(g, G) {
+            float now = top[g];
+            UNROLL(u, U) {
+                for (int o = P / 2; o; o >>= 1) s[u][g] += __shfl_xor_sync(0xffffffff, s[u][g], o);
+                if (start + u * STATES >= end) s[u][g] = -1e30f;
+                now = fmaxf(now, s[u][g]);
+            }
+            const float keep = __expf(top[g] - now);
+            sum[g] *= keep; top[g] = now;
+            if (keep != 1.f) UNROLL(e, E) acc[g][e] *= keep;
+            UNROLL(u, U) { s[u][g] = __expf(s[u][g] - now); sum[g] += s[u][g]; }
+        }
+        UNROLL(u, U) UNROLL(e, E) {
+            const float x = number(vv[u][e / V], e);
+            UNROLL(g, G) acc[g][e] += s[u][g] * x;
         }
     }
-    __shared__ float tops[W][G], sums[W][G], accs[W][D];
-    for (int g = 0; g < G; g++) if (!lane) { tops[warp][g] = top[g]; sums[warp][g] = sum[g]; }
-    for (int g = 0; g < G; g++) {
-        for (int e = 0; e < E; e++) accs[warp][lane * E + e] = acc[g][e];
+    UNROLL(g, G) if (!lane) { tops[state][g] = top[g]; sums[state][g] = sum[g]; }
+    UNROLL(g, G) {
+        UNROLL(e, E) accs[state][place(e, V)] = acc[g][e];
         __syncthreads();
-        const long at = ((long)row * KVH + head) * G + g;
-        for (int d = threadIdx.x; d < D; d += W * 32) {
+        const long to = ((long)row * KVH + head) * G + g;
+        for (int d = threadIdx.x; d < D; d += 128) {
             float best = -1e30f, total = 0.f, value = 0.f;
-            for (int w = 0; w < W; w++) best = fmaxf(best, tops[w][g]);
-            for (int w = 0; w < W; w++) {
+            for (int w = 0; w < STATES; w++) best = fmaxf(best, tops[w][g]);
+            for (int w = 0; w < STATES; w++) {
                 const float c = __expf(tops[w][g] - best);
                 total += sums[w][g] * c; value += accs[w][d] * c;
             }
 """
 _FULL = {
-    "BEGIN": r"""
-    const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + lane * E;
-    const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + lane * E;
+    "DEFINE_READ": r"""
+    using Chunk = Vector<T, V>;
+    auto read = [&](const T* from, Chunk* to) { UNROLL(c, E / V) to[c] = *(const Chunk*)(from + place(c * V, V)); };
+    auto number = [&](const Chunk& x, int e) { return float(x.at[e % V]); };
 """,
-    "READ": r"""
-        for (int e = 0; e < E; e++) {
-            kk[e] = float(kp[(long)p * k_strides[2] + e]); vv[e] = float(vp[(long)p * v_strides[2] + e]);
-        }
-""",
+    "READ_BOTH": "read(at(k, k_strides, p), kk[u]); read(at(v, v_strides, p), vv[u]);",
 }
 _GROUPED = {
-    "BEGIN": r"""
-    const uint32_t* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1];
-    const uint32_t* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1];
-    const T* ksp = ks + (long)row * ks_strides[0] + (long)head * ks_strides[1];
-    const T* kbp = kb + (long)row * kb_strides[0] + (long)head * kb_strides[1];
-    const T* vsp = vs + (long)row * vs_strides[0] + (long)head * vs_strides[1];
-    const T* vbp = vb + (long)row * vb_strides[0] + (long)head * vb_strides[1];
-    constexpr int EACH = 32 / BITS;
-    constexpr uint32_t CODE = (1u << BITS) - 1;
-""",
-    "READ": r"""
-        const uint32_t* kw = kp + (long)p * k_strides[2], * vw = vp + (long)p * v_strides[2];
-        const T* kc = ksp + (long)p * ks_strides[2], * ka = kbp + (long)p * kb_strides[2];
-        const T* vc = vsp + (long)p * vs_strides[2], * va = vbp + (long)p * vb_strides[2];
-        const int d = lane * E;
-        if constexpr (SIZE % E == 0) {  // all of one group, in whole words or within one
-            constexpr int FIT = E < EACH ? E : EACH;
-            const int g = d / SIZE;
-            const float kscale = kc[g], kbias = ka[g], vscale = vc[g], vbias = va[g];
-            for (int w = 0; w < E / FIT; w++) {
-                const uint32_t x = kw[d / EACH + w] >> (d % EACH * BITS), y = vw[d / EACH + w] >> (d % EACH * BITS);
-                for (int i = 0; i < FIT; i++) {
-                    kk[w * FIT + i] = float((x >> (i * BITS)) & CODE) * kscale + kbias;
-                    vv[w * FIT + i] = float((y >> (i * BITS)) & CODE) * vscale + vbias;
-                }
-            }
-        } else for (int e = 0; e < E; e++) {
-            const int at = d + e, g = at / SIZE, shift = at % EACH * BITS;
-            kk[e] = float((kw[at / EACH] >> shift) & CODE) * float(kc[g]) + float(ka[g]);
-            vv[e] = float((vw[at / EACH] >> shift) & CODE) * float(vc[g]) + float(va[g]);
+    "DEFINE_READ": r"""
+    using Codes = Vector<uint32_t, V * BITS < 32 ? 1 : V * BITS / 32>;
+    struct Chunk { Codes codes; T scale, bias; };  // all of one group
+    auto read = [&](const uint32_t* codes, const T* scales, const T* biases, Chunk* to) {
+        UNROLL(c, E / V) {
+            const unsigned d = place(c * V, V);
+            to[c] = {*(const Codes*)(codes + d * BITS / 32), scales[d / SIZE], biases[d / SIZE]};
         }
+    };
+    auto number = [&](const Chunk& x, int e) {
+        const uint32_t code = x.codes.at[e % V * BITS / 32] >> (unsigned(place(e, V)) * BITS % 32);
+        return float(code & ((1u << BITS) - 1)) * float(x.scale) + float(x.bias);
+    };
 """,
+    "READ_BOTH": "read(at(k, k_strides, p), at(ks, ks_strides, p), at(kb, kb_strides, p), kk[u]);"
+    " read(at(v, v_strides, p), at(vs, vs_strides, p), at(vb, vb_strides, p), vv[u]);",
 }
-"""CUDA code that reads keys and values, unquantised (`_FULL`) or quantised in groups (`_GROUPED`)."""
+"""CUDA code that reads keys and values, a `Chunk` at once: unquantised (`_FULL`) or quantised in groups (`_GROUPED`)."""
 _WHOLE = (
     _ATTEND
     + r"""
-            out[at * D + d] = T(value / total);
+            out[to * D + d] = T(value / total);
         }
         __syncthreads();
     }
@@ -135,8 +143,8 @@ _WHOLE = (
 _PARTS = (
     _ATTEND
     + r"""
-            values[(at * parts + part) * D + d] = value;
-            if (!d) { stats[(at * parts + part) * 2] = best; stats[(at * parts + part) * 2 + 1] = total; }
+            values[(to * parts + part) * D + d] = value;
+            if (!d) { stats[(to * parts + part) * 2] = best; stats[(to * parts + part) * 2 + 1] = total; }
         }
         __syncthreads();
     }
@@ -199,16 +207,16 @@ def attend(
     shapes.
 
     queries [rows, heads, 1, D]. keys, values [rows, kv_heads, positions, D]: views with any strides and a contiguous last
-    dimension, or both quantised. lengths int32 [rows]: tokens before this one; longest: their maximum. Returns [rows, heads,
-    1, D] in the type of `queries`.
+    dimension, or both quantised; positions begin at multiples of 16 bytes, as in a KV buffer. lengths int32 [rows]: tokens
+    before this one; longest: their maximum. Returns [rows, heads, 1, D] in the type of `queries`.
     """
     if not serves(queries, keys, values):
         return None
     rows, heads, _, dim = queries.shape
     kv_heads, grouped = _arrays(keys)[0].shape[1], isinstance(keys, Quantized)
     parts = _parts(rows * kv_heads, longest + 1)
-    template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim)]
-    template += [("BITS", keys.groups.bits), ("SIZE", keys.groups.size)] if isinstance(keys, Quantized) else []
+    bits, size = keys.groups if isinstance(keys, Quantized) else (8 * queries.itemsize, dim)
+    template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim), ("BITS", bits), ("SIZE", size)]
     inputs = [queries, *_arrays(keys), *_arrays(values), lengths, _number(scale)]
     launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
     out: mx.array
