@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tandem.models.description import ModelDescription
 
 FEATURE_BYTES = 256 * 2**20
-"""Most bytes of features on each rank of the first stage, counted as float32."""
+"""Most bytes of features on each rank of the first stage."""
 INPUT_BYTES = 64 * 2**20
 """Most bytes of one picture's inputs."""
 OFF = "pictures are switched off on the server (--vision off)"
