@@ -41,12 +41,10 @@ class PictureManager:
     def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
         """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
         sequences leave no room."""
-        if why := self._group.layout.description.no_pictures:
-            raise RequestError(
-                f"{self._group.layout.served_name} takes no pictures: {why}; send text alone",
-                param="messages",
-                code="model_takes_no_pictures",
-            )
+        description, name = self._group.layout.description, self._group.layout.served_name
+        if description.no_pictures:
+            why = f"{name} takes no pictures: {description.no_pictures}; send text alone"
+            raise RequestError(why, param="messages", code="model_takes_no_pictures")
         stop = 0
         for number, picture in enumerate(request.pictures, 1):
             fits = stop <= picture.start and picture.length > 0 and picture.stop <= len(request.prompt)
@@ -54,12 +52,12 @@ class PictureManager:
                 raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
             _require_at_most(INPUT_BYTES, f"picture {number} takes", len(picture.inputs))
             _require_at_most(FEATURE_BYTES, f"the features of picture {number} take", self._bytes(picture.length))
-            if self._group.layout.description.mrope_section and picture.rows * picture.columns != picture.length:
+            if description.mrope_section and picture.rows * picture.columns != picture.length:
                 raise RequestError(f"picture {number} has no image_grid_thw that fits its tokens", param="messages")
             stop = picture.stop
-        own, others = _input_bytes([request]), _input_bytes(sequence.request for sequence in live)
+        own = sum(len(picture.inputs) for picture in request.pictures)
         _require_at_most(LIVE_BYTES, "these pictures take", own)
-        if own + others > LIVE_BYTES:
+        if own + sum(len(picture.inputs) for one in live for picture in one.request.pictures) > LIVE_BYTES:
             raise OverloadedError("pictures of other requests fill the room for them; try again later")
 
     def _bytes(self, positions: int) -> int:
@@ -90,7 +88,7 @@ class PictureManager:
     def _next(self, sequence: Sequence, scheduler: Scheduler) -> dict[str, Picture]:
         """Return the pictures behind what is computed or cached of a prompt, as many as ranks may hold."""
         done, room, found = sequence.computed, FEATURE_BYTES, dict[str, Picture]()
-        if sequence.micro_batch is None and not sequence.whole:
+        if sequence.micro_batch is None and not sequence.whole and scheduler.prefixes.enabled:
             done = scheduler.prefixes.peek(sequence.hashes(len(sequence.tokens) - 1))
         for picture in sequence.request.pictures:
             if picture.stop > done and picture.key not in found:
@@ -149,10 +147,6 @@ def _require_at_most(most: int, what: str, size: int) -> None:
     if size > most:
         remedy = "send fewer or smaller ones"
         raise RequestError(f"{what} {size / 2**20:.0f} MiB; at most {most // 2**20} are allowed; {remedy}", param="messages")
-
-
-def _input_bytes(requests: Iterable[EngineRequest]) -> int:
-    return sum(len(picture.inputs) for request in requests for picture in request.pictures)
 
 
 def _prompts(scheduler: Scheduler, key: str = "") -> list[Sequence]:
