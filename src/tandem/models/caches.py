@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tandem.checkpoints.config import section
 from tandem.json_types import JsonMapping
 from tandem.models.partition import indexers
 
@@ -102,7 +101,8 @@ def _layer_kind(config: JsonMapping, i: int) -> str:
             listed = listed * (i // max(len(listed), 1) + 1)
         if isinstance(listed, list | str) and len(listed) > i:
             return "state" if listed[i] in _LINEAR else "none" if listed[i] in _EMPTY else "attention"
-    if linear := section(config, "linear_attn_config"):
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, dict):
         return "state" if i + 1 in linear.get("kda_layers", ()) else "attention"
     if isinstance(config.get("full_attn_idxs"), list):
         return "attention" if i in config["full_attn_idxs"] else "state"
@@ -138,7 +138,7 @@ def _state(config: JsonMapping) -> LayerCache | None:
         k, v = keys * of("linear_key_head_dim"), values * of("linear_value_head_dim")
         taps = max(of("linear_conv_kernel_dim") - 1, 0)
         return kept(taps * (2 * k + v), v * of("linear_key_head_dim"))
-    if linear := section(config, "linear_attn_config"):
+    if isinstance(linear := config.get("linear_attn_config"), dict):
         return _delta(linear)
     if config.get("model_type") == "gear":
         return kept(2 * (of("conv_L_cache") - 1) * of("num_key_value_heads") * of("head_dim"), 0)
