@@ -221,11 +221,12 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
             continue
         if family not in PLACES or family.startswith("gemma4"):
             tokens.append(START)
-        row, rows = PLACES.get(family, (math.prod(GRIDS[part % len(GRIDS)]) // 4, 0))
+        _, *grid = (0, 0, 0) if family in PLACES else (side // 2 for side in GRIDS[part % len(GRIDS)])
+        row, rows = PLACES.get(family, (math.prod(grid), 0))
         span = [IMAGE] * row if not rows else ([IMAGE] * row + [SEPARATOR]) * rows
         span = span[:-1] if rows else span
         data = save(inputs(family, part))
-        pictures.append(Picture(key=hashlib.sha256(data).hexdigest(), start=len(tokens), length=len(span), inputs=data))
+        pictures.append(Picture(hashlib.sha256(data).hexdigest(), len(tokens), len(span), *grid, inputs=data))
         tokens += span
     return tokens, tuple(pictures)
 

@@ -190,10 +190,10 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("seeing"), "gemma3", config=vision)
 
 
-def show(engine: Engine, name: str, key: str) -> None:
-    pictures = (Picture(key=key * 64, start=2, length=4, inputs=b""),)
+def show(engine: Engine, name: str, keys: str) -> None:
+    pictures = tuple(Picture(key * 64, 2 + 5 * at, 4, inputs=b"") for at, key in enumerate(keys))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    engine.submit(EngineRequest(request_id=name, prompt=[7] * 20, params=params, pictures=pictures))
+    engine.submit(EngineRequest(request_id=name, prompt=[7] * (15 + 5 * len(keys)), params=params, pictures=pictures))
 
 
 def test_running_sequences_wait_for_one_picture_at_a_time(seeing: Path, clock: Clock) -> None:
@@ -225,3 +225,44 @@ def test_a_picture_that_kills_the_encoder_is_refused_alone(seeing: Path, clock: 
         check_invariants(engine.scheduler)
     assert ended == {"r0": None, "r1": None, "text": None, "killer": "rank_failure", "r2": "rank_failure"}
     assert executor.deaths <= 6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_have_the_features_of_their_pictures(
+    seeing: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Requests with more pictures than ranks may hold, while ranks are killed and sequences preempted."""
+    rng, room = random.Random(seed), 3
+    executor = Killed(clock, 0.05, 1.0, [clock.now + 4 + 9 * i for i in range(4)])
+    engine = an_engine(seeing, executor)
+    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", room * engine._pictures._bytes(4))
+    asked = {str(i): "".join(rng.choices("0123456789abcdef", k=rng.choice((0, 1, 2, 7, 12)))) for i in range(16)}
+    for name, keys in asked.items():
+        show(engine, name, keys)
+    held, answered, start = set[str](), list[str](), executor.start
+
+    def follow() -> None:
+        for order in executor.orders:
+            if isinstance(order, EncodePicture):
+                held.difference_update(order.evicts)
+                held.add(order.key)
+                assert len(held) <= room
+                continue
+            for op in order.prefill:
+                spans = [(2 + 5 * at, key * 64) for at, key in enumerate(asked[op.request_id])]
+                assert {key for at, key in spans if at < op.start + op.count and op.start < at + 4} <= held
+        executor.orders.clear()
+
+    def restart(progress: Progress | None = None) -> list[Ready]:
+        follow()
+        held.clear()
+        return start(progress)
+
+    monkeypatch.setattr(executor, "start", restart)
+    while not engine.idle:
+        answered += [one.request_id for one in engine.pump(0.0) if isinstance(one, Output) and one.finish_reason]
+        follow()
+        check_invariants(engine.scheduler)
+        if rng.random() < 0.1:
+            engine.scheduler.batches.relieve()
+    assert sorted(answered) == sorted(asked) and executor.deaths

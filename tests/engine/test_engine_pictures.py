@@ -100,21 +100,47 @@ def test_cached_prefixes_are_of_one_picture(tmp_path: Path, family: str, before:
     assert whole == [one for at in range(0, 60, 4) for one in hashed([7] * 4, twice, at)], "a part is read like the whole"
 
 
-def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for two pictures many are answered, also after preemption; features are encoded again where they left."""
+@pytest.mark.parametrize("stages", [1, 2])
+def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    """With room for two pictures many are answered, twelve in one request too, also after preemption; features are encoded again
+    where they left."""
     monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", budget := 24 * 4 * 64 * 4)
     path = seeing_model(tmp_path, "qwen3_vl")
     parts: list[tuple[list[int] | int, ...]] = [(BEFORE[i:], i, BETWEEN, i % 3 + 1, AFTER) for i in range(6)]
+    parts += [(AFTER, *range(12), BETWEEN), (*range(3, 9), BEFORE)]
     requests = [request(str(i), "qwen3_vl", *one) for i, one in enumerate(parts)]
-    with LLM(str(path), prefill_chunk=16, prefix_cache=0.0) as llm:
-        found = answers(llm, *requests, seen=lambda _: llm.engine.scheduler.batches.relieve())
-        held, preemptions = ask(llm, lambda engine: (sum(engine._pictures._held.values()), engine.scheduler.batches.preemptions))
-        with pytest.raises(RequestError, match="send fewer or smaller ones"):
-            answers(llm, request("three", "qwen3_vl", 1, 2, 3, AFTER))
+    most = []
+
+    def disturb(_: Event) -> None:
+        most.append(sum(llm.engine._pictures._held.values()))
+        llm.engine.scheduler.batches.relieve()
+
+    with LLM(str(path), prefill_chunk=16, prefix_cache=0.0, pipeline_parallel_size=stages) as llm:
+        found = answers(llm, *requests, seen=disturb)
+        preemptions = ask(llm, lambda engine: engine.scheduler.batches.preemptions)
         with pytest.raises(RequestError, match="no image_grid_thw that fits"):
             answers(llm, replace(requests[0], pictures=(replace(requests[0].pictures[0], length=11),)))
-    assert 0 < held <= budget and preemptions
+        monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", budget // 2 - 1)
+        with pytest.raises(RequestError, match="features of picture 2 take .* send fewer or smaller ones"):
+            answers(llm, request("large", "qwen3_vl", 2, 1, AFTER))
+        check(llm)
+    assert 0 < max(most) <= budget and preemptions
     assert found == {str(i): alone(path, "qwen3_vl", PARAMS.max_tokens, *one) for i, one in enumerate(parts)}
+
+
+def test_pictures_of_a_cached_prefix_are_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that grows by a picture a turn, as an agent's, with room for the features of two."""
+    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", 24 * 4 * 64 * 4)
+    path = seeing_model(tmp_path, "qwen3_vl")
+    turns: list[tuple[list[int] | int, ...]] = [(BEFORE, 1, 2, 3, 4, 5, AFTER), (BEFORE, 1, 2, 3, 4, 5, AFTER, 6, BETWEEN)]
+    encoded = []
+    with LLM(str(path), prefix_cache=0.5, kv_tokens=2000) as llm:
+        encode = llm.engine.executor.encode
+        monkeypatch.setattr(llm.engine.executor, "encode", lambda order: (encoded.append(order.key), encode(order)))
+        for turn in turns:
+            asked = request("turn", "qwen3_vl", *turn)
+            assert answers(llm, asked)["turn"] == alone(path, "qwen3_vl", PARAMS.max_tokens, *turn)
+    assert encoded == [one.key for one in asked.pictures]
 
 
 def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
@@ -153,7 +179,7 @@ def test_an_encoder_of_its_own_is_started_again_and_spares_others(tmp_path: Path
 
     monkeypatch.setattr("tandem.runner.pictures.Sandbox", Dying)
     text = EngineRequest(request_id="text", prompt=BEFORE, params=PARAMS)
-    blank = Picture(key="0" * 64, start=1, length=12, inputs=save({"image_grid_thw": np.array([GRIDS[0]])}))
+    blank = Picture("0" * 64, 1, 12, 4, 3, inputs=save({"image_grid_thw": np.array([GRIDS[0]])}))
     with LLM(str(path), vision_rank="own", prefill_chunk=16) as llm:
         for seed, name in enumerate("ab"):
             found = answers(llm, request(name, "qwen3_vl", BEFORE, seed, AFTER), replace(text, request_id=f"beside {name}"))
@@ -171,6 +197,24 @@ def test_an_encoder_of_its_own_is_started_again_and_spares_others(tmp_path: Path
         assert ask(llm, lambda engine: engine.rank_group.restarts) == 0
     assert (broken.value.status, died.value.status, died.value.code, sum(tried)) == (400, 500, "rank_failure", 3)
     assert not encoders()
+
+
+def test_an_encoder_of_its_own_hands_over_the_bits(tmp_path: Path) -> None:
+    """Features take as much memory as in the type that the model computes in."""
+    files = resolve(str(seeing_model(tmp_path, "qwen3_vl")))
+    [picture], insert = request("a", "qwen3_vl", 1).pictures, partial(InsertOp, "a", [], 12, PARAMS)
+    order = EncodePicture(picture.key, [IMAGE] * picture.length, picture.inputs)
+    own = PictureFeatures(partial(Encoder, files, mx.bfloat16))
+    taker = PictureFeatures(Encoder, EncoderProcess(None, files, mx.bfloat16))
+    assert own.encode(order) == ""
+    features = own._held[picture.key]
+    taker._held[picture.key] = own.pack(picture.key)
+    own._held[picture.key] = features
+    assert len(taker._held[picture.key]) < 2 * 4 * 64 * picture.length + 1000
+    chunk = [PrefillOp("a", 0, picture.length, True)], [insert(pictures=[replace(picture.span, start=0)])], picture.length
+    (want, places), (found, other) = own.of(*chunk), taker.of(*chunk)
+    assert found.dtype == want.dtype == mx.bfloat16
+    assert mx.array_equal(found, want) and mx.array_equal(other, places) and mx.any(places)
 
 
 def test_models_that_see_are_served_for_text_alone(tmp_path: Path) -> None:
@@ -222,6 +266,7 @@ def test_each_layout_sees_alike(tmp_path: Path, layout: tuple[int, int], family:
         caches, found = [part.make_caches() for part in parts], list[int]()
         inputs = [PictureInputs(part, description, held if part.is_first else None) for part in parts]
         sequence, ops = Sequence(asked, 1, whole_pictures=description.whole_pictures), list[PrefillOp]()
+        sequence.features = {one.key for one in pictures}
         sequence.enter(0)
         while not sequence.decoding:
             ops.append(PrefillOp("a", sequence.computed, sequence.chunk(13), False))

@@ -79,10 +79,15 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def section(config: JsonMapping, name: str) -> JsonObject:
+    """Return the entries nested under `name` in a config; empty if there are none."""
+    nested = config.get(name)
+    return nested if isinstance(nested, dict) else {}
+
+
 def nested_text(config: JsonMapping) -> JsonObject:
     """Return the entries of the text model nested in a config; empty if there is none."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else {}
+    return section(config, "text_config")
 
 
 def read_json(path: Path) -> JsonObject:

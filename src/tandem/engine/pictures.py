@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from tandem.engine.recovery import RankGroup
 from tandem.errors import OverloadedError, RequestError
+from tandem.models.footprint import compute_item
 from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES
 from tandem.protocol.control import EngineMessage, Refused
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
@@ -40,65 +41,79 @@ class PictureManager:
     def check(self, request: EngineRequest, live: Iterable[Sequence]) -> None:
         """Raise RequestError for pictures that cannot be encoded, or do not fit the prompt; OverloadedError if those of `live`
         sequences leave no room."""
-        if why := self._group.layout.description.no_pictures:
-            raise RequestError(
-                f"{self._group.layout.served_name} takes no pictures: {why}; send text alone",
-                param="messages",
-                code="model_takes_no_pictures",
-            )
+        description, name = self._group.layout.description, self._group.layout.served_name
+        if description.no_pictures:
+            why = f"{name} takes no pictures: {description.no_pictures}; send text alone"
+            raise RequestError(why, param="messages", code="model_takes_no_pictures")
         stop = 0
         for number, picture in enumerate(request.pictures, 1):
-            fits = stop <= picture.start and picture.length > 0 and picture.start + picture.length <= len(request.prompt)
+            fits = stop <= picture.start and picture.length > 0 and picture.stop <= len(request.prompt)
             if not (fits and _KEY.fullmatch(picture.key)):
                 raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
             _require_at_most(INPUT_BYTES, f"picture {number} takes", len(picture.inputs))
-            if self._group.layout.description.mrope_section and not picture.span.rows:
+            _require_at_most(FEATURE_BYTES, f"the features of picture {number} take", self._bytes(picture.length))
+            if description.mrope_section and picture.rows * picture.columns != picture.length:
                 raise RequestError(f"picture {number} has no image_grid_thw that fits its tokens", param="messages")
-            stop = picture.start + picture.length
-        need = sum({picture.key: self._bytes(picture.length) for picture in request.pictures}.values())
-        _require_at_most(FEATURE_BYTES, "the features of these pictures take", need)
-        own, others = _input_bytes([request]), _input_bytes(sequence.request for sequence in live)
+            stop = picture.stop
+        own = sum(len(picture.inputs) for picture in request.pictures)
         _require_at_most(LIVE_BYTES, "these pictures take", own)
-        if own + others > LIVE_BYTES:
+        if own + sum(len(picture.inputs) for one in live for picture in one.request.pictures) > LIVE_BYTES:
             raise OverloadedError("pictures of other requests fill the room for them; try again later")
 
     def _bytes(self, positions: int) -> int:
-        description = self._group.layout.description
-        return 4 * description.hidden_size * (1 + description.deepstack) * positions
+        """Return the bytes of features of so many positions, in the type that ranks compute in."""
+        description, spec = self._group.layout.description, self._group.layout.ranks[0]
+        item = compute_item(description, spec.dtype, gpu=self._group.ready[0].gpu)
+        return item * description.hidden_size * (1 + description.deepstack) * positions
 
     def look(self, scheduler: Scheduler) -> None:
-        """Let waiting sequences join whose features are held, and order the next picture if none is being encoded. Raises
+        """Let waiting sequences join whose next features are held, and order the next picture if none is being encoded. Raises
         RankFailure."""
-        waiting = [sequence for sequence in scheduler.waiting if sequence.request.pictures]
-        if not waiting:
-            return
-        pinned = _keys(one for one in scheduler.batches.members() if not one.decoding)
-        for sequence in waiting:
-            keys = _keys([sequence])
-            sequence.awaits_pictures = not keys <= self._held.keys()
-            if not sequence.awaits_pictures:
-                pinned |= keys
-            for key in keys & self._held.keys():
+        looked, needs = list[tuple[Sequence, dict[str, Picture]]](), dict[str, tuple[Picture, Sequence]]()
+        for sequence in _prompts(scheduler):
+            if sequence.awaits_kv or sum(self._bytes(one.length) for one, _ in needs.values()) > FEATURE_BYTES:
+                continue
+            looked.append((sequence, found := self._next(sequence, scheduler)))
+            needs |= {key: (one, sequence) for key, one in found.items()}
+            for key in [one.key for one in sequence.request.pictures if one.key in self._held]:
                 self._held.move_to_end(key)
-        behind = next((one for one in waiting if one.awaits_pictures), None)
-        rests = scheduler.batches.running and scheduler.next_step == self._step  # a step of those that run comes first
-        if behind is not None and self.encoding is None and not rests:
-            pinned |= _keys([behind])
-            self._order(next(one for one in behind.request.pictures if one.key not in self._held), behind, pinned, scheduler)
+        lacks = next((key for key in needs if key not in self._held), None)
+        runs = any(one.decoding or one.computable for one in scheduler.batches.members())
+        rests = runs and scheduler.next_step == self._step  # a step of those that run comes first
+        if lacks is not None and self.encoding is None and not rests:
+            self._order(*needs[lacks], [*needs], scheduler)
+        for sequence, found in looked:
+            sequence.features, sequence.awaits_pictures = self._held, not found.keys() <= self._held.keys()
 
-    def _order(self, picture: Picture, sequence: Sequence, pinned: set[str], scheduler: Scheduler) -> None:
-        """Have a picture encoded, if features that nothing needs can make room for it."""
-        free, need = [key for key in self._held if key not in pinned], self._bytes(picture.length)
-        while free and sum(self._held.values()) + need > FEATURE_BYTES:
+    def _next(self, sequence: Sequence, scheduler: Scheduler) -> dict[str, Picture]:
+        """Return the pictures behind what is computed or cached of a prompt, as many as ranks may hold."""
+        done, room, found = sequence.computed, FEATURE_BYTES, dict[str, Picture]()
+        if sequence.micro_batch is None and not sequence.whole and scheduler.prefixes.enabled:
+            done = scheduler.prefixes.peek(sequence.hashes(len(sequence.tokens) - 1))
+        for picture in sequence.request.pictures:
+            if picture.stop > done and picture.key not in found:
+                room -= self._bytes(picture.length)
+                if room < 0:
+                    break
+                found[picture.key] = picture
+        return found
+
+    def _order(self, picture: Picture, sequence: Sequence, needs: list[str], scheduler: Scheduler) -> None:
+        """Have a picture encoded, if features that are needed later (`needs`: keys in this order) or not at all can make room."""
+        before = needs[: needs.index(picture.key)]
+        most = FEATURE_BYTES - self._bytes(picture.length)
+        if sum(self._held[key] for key in before) > most:
+            return
+        free = [key for key in self._held if key not in needs]
+        free += [key for key in reversed(needs) if key in self._held and key not in before]
+        while sum(self._held.values()) > most:
             self._evicts.append(free.pop(0))
             del self._held[self._evicts[-1]]
-        if sum(self._held.values()) + need > FEATURE_BYTES:
-            return
-        tokens = sequence.tokens[picture.start : picture.start + picture.length]
+        tokens = sequence.tokens[picture.start : picture.stop]
         self.encoding, self._answers = EncodePicture(picture.key, tokens, picture.inputs, self._evicts), {}
         self._evicts, self._step = [], scheduler.next_step
-        for one in scheduler.waiting if not self._group.layout.ranks[0].encoder_seconds else ():
-            one.encoding = picture.key in _keys([one])
+        for one in _prompts(scheduler, picture.key) if not self._group.layout.ranks[0].encoder_seconds else ():
+            one.encoding = True
         self._group.executor.encode(self.encoding)
 
     def take(self, report: PictureEncoded, scheduler: Scheduler) -> list[EngineMessage]:
@@ -111,14 +126,13 @@ class PictureManager:
             return []
         order, self.encoding = self.encoding, None
         failed = next((one for one in self._answers.values() if one.error), None)
-        users = [one for one in scheduler.waiting if one.awaits_pictures and order.key in _keys([one])]
-        for sequence in users:
+        for sequence in scheduler.sequences.values():
             sequence.encoding = False
         if failed is None:
             self._held[order.key] = self._bytes(len(order.tokens))
             return []
         self._evicts.append(order.key)  # another rank may hold it
-        lost = [one.request_id for one in users if scheduler.abort(one.request_id)]
+        lost = [one.request_id for one in _prompts(scheduler, order.key) if scheduler.abort(one.request_id)]
         status, code = (500, "rank_failure") if failed.died else (400, "picture_not_encoded")
         return [Refused(request_id, status, failed.error, code=code, param="messages") for request_id in lost]
 
@@ -135,10 +149,12 @@ def _require_at_most(most: int, what: str, size: int) -> None:
         raise RequestError(f"{what} {size / 2**20:.0f} MiB; at most {most // 2**20} are allowed; {remedy}", param="messages")
 
 
-def _input_bytes(requests: Iterable[EngineRequest]) -> int:
-    return sum(len(picture.inputs) for request in requests for picture in request.pictures)
-
-
-def _keys(sequences: Iterable[Sequence]) -> set[str]:
-    """Return the keys of all pictures of these sequences."""
-    return {picture.key for sequence in sequences for picture in sequence.request.pictures}
+def _prompts(scheduler: Scheduler, key: str = "") -> list[Sequence]:
+    """Return the sequences whose prompts still have pictures (that of `key`, if it is given) to compute: those that run, oldest
+    first, then those that wait."""
+    running = sorted(scheduler.batches.members(), key=lambda one: one.number)
+    return [
+        sequence
+        for sequence in (*running, *scheduler.waiting)
+        if any(one.stop > sequence.computed and key in ("", one.key) for one in sequence.request.pictures)
+    ]

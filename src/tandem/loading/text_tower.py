@@ -62,8 +62,7 @@ class TextTower(nn.Module):
 
     def own_caches(self) -> list[Any]:
         """Return fresh caches of one sequence as the model makes them."""
-        caches: list[Any] = mlx_lm_caches.make_prompt_cache(self.language_model)
-        return caches
+        return list(mlx_lm_caches.make_prompt_cache(self.language_model))
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Return the language model's weights under its names."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.checkpoints.config import read_json
+from tandem.checkpoints.config import read_json, section
 from tandem.checkpoints.files import fingerprint
 from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
@@ -88,9 +88,7 @@ def _mlx_scale(config: JsonObject, directory: str) -> float:
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         raise _unsupported(directory, f"fine_tune_type {kind!r}")
-    parameters = config.get("lora_parameters")
-    scale = parameters.get("scale") if isinstance(parameters, dict) else None
-    return _number(scale, "lora_parameters.scale", directory)
+    return _number(section(config, "lora_parameters").get("scale"), "lora_parameters.scale", directory)
 
 
 def _peft_scale(config: JsonObject, directory: str) -> float:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from tandem.checkpoints.config import Watched, eos_token_ids, is_count, nested_text, read_config
+from tandem.checkpoints.config import Watched, eos_token_ids, is_count, nested_text, read_config, section
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
@@ -303,9 +303,8 @@ class _Facts:
     """Integers of config.json, under the key names of the various families."""
 
     def __init__(self, path: Path, family: Family, config: JsonObject) -> None:
-        nested = config.get("attn_config")  # dbrx
         unread = UNREAD.get(str(config.get("model_type")), ())
-        entries = {**family.defaults, **(nested if isinstance(nested, dict) else {}), **config}
+        entries = {**family.defaults, **section(config, "attn_config"), **config}  # attn_config: dbrx
         entries = {key: value for key, value in entries.items() if key not in unread}
         self._path, self.config = path, Watched(entries, path)
         layers = self.key(_LAYER_KEYS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.checkpoints.config import read_config
+from tandem.checkpoints.config import read_config, section
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import UnsupportedModel
@@ -49,8 +49,7 @@ def part_name(name: str) -> str:
 def read_eagle3(files: ModelFiles, model: ModelDescription) -> DraftHead:
     """Return the head in `files`. Raise UnsupportedModel if it is none, incomplete, or another model's."""
     config, tensors = read_config(files.path), {part_name(name): info for name, info in read_tensors(files).items()}
-    nested = config.get("transformer_layer_config")
-    text = nested if isinstance(nested, dict) else config
+    text = section(config, "transformer_layer_config") or config
     if why := _misfit(config, text, tensors, model):
         raise _not_fitting(files, why)
     own = sum(info.nbytes for name, info in tensors.items() if name not in (_EMBEDDING, "t2d", "d2t"))
@@ -93,8 +92,7 @@ def is_eagle3(config: JsonObject) -> bool:
 
 def _layers(config: JsonObject, count: int) -> tuple[int, ...]:
     """Return the numbers of the layers that a head reads. Speculators numbers layers by their input, SGLang by their output."""
-    theirs = config.get("eagle_config")
-    outputs = theirs.get(_IDS) if isinstance(theirs, dict) else None
+    outputs = section(config, "eagle_config").get(_IDS)
     ids = outputs or config.get(_IDS) or (2, count // 2, count - 3)
     return tuple(one - (not outputs) for one in ids if isinstance(one, int)) if isinstance(ids, list | tuple) else ()
 
@@ -108,9 +106,7 @@ def _misfit(config: JsonObject, text: JsonObject, tensors: Mapping[str, TensorIn
         return "is no EAGLE-3 head, as its config.json does not name eagle3"
     if why := _unread(shapes, _NEEDED):
         return why
-    speculators = config.get("speculators_config")
-    base = speculators.get("verifier") if isinstance(speculators, dict) else None
-    bases = base.get("architectures") if isinstance(base, dict) else None
+    bases = section(section(config, "speculators_config"), "verifier").get("architectures")
     if bases and f"{model.family}forcausallm" not in [str(one).lower() for one in bases]:
         return f"was made for {bases[0]}, and the model is a {model.family}"
     hidden, fc = shapes["norm.weight"][0], shapes["fc.weight"]
@@ -142,8 +138,7 @@ def is_dflash(config: JsonObject) -> bool:
 def read_dflash(files: ModelFiles, model: ModelDescription) -> DraftHead:
     """Return the head in `files`. Raise UnsupportedModel if it is none, incomplete, or another model's."""
     config, tensors = read_config(files.path), {name.removeprefix("model."): one for name, one in read_tensors(files).items()}
-    nested = config.get("dflash_config")
-    entries = {**config, **nested} if isinstance(nested, dict) else config
+    entries = {**config, **section(config, "dflash_config")}
     ids = entries.get("target_layer_ids")
     layers = tuple(one for one in ids if isinstance(one, int)) if isinstance(ids, list) else ()
     if why := _dflash_misfit(entries, layers, tensors, model):

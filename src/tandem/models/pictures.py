@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tandem.checkpoints.config import nested_text, section
 from tandem.json_types import JsonMapping
 
 if TYPE_CHECKING:
     from tandem.models.description import ModelDescription
 
 FEATURE_BYTES = 256 * 2**20
-"""Most bytes of features on each rank of the first stage, counted as float32."""
+"""Most bytes of features on each rank of the first stage."""
 INPUT_BYTES = 64 * 2**20
 """Most bytes of one picture's inputs."""
 OFF = "pictures are switched off on the server (--vision off)"
@@ -29,7 +30,7 @@ SEES = (*_ONE_AXIS.split(), *_MROPE)
 
 def why_no_pictures(config: JsonMapping) -> str:
     """Return why a model's pictures are not read; empty if they are."""
-    model_type, text = str(config.get("model_type")), _entries(config, "text_config") or config
+    model_type, text = str(config.get("model_type")), nested_text(config) or config
     if not config.get("vision_config"):
         return f"it takes text alone (model_type {model_type})"
     if model_type not in SEES:
@@ -43,7 +44,7 @@ def why_no_pictures(config: JsonMapping) -> str:
 
 def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:
     """Return the rotary frequencies of each axis of positions; empty if they have one axis, or are scaled."""
-    rope = _entries(config, "rope_parameters") or _entries(config, "rope_scaling")
+    rope = section(config, "rope_parameters") or section(config, "rope_scaling")
     if model_type not in _MROPE or (rope.get("rope_type") or rope.get("type") or "default") not in ("default", "mrope"):
         return ()
     found = rope.get("mrope_section")
@@ -54,13 +55,8 @@ def mrope_section(model_type: str, config: JsonMapping) -> tuple[int, ...]:
 
 def deepstack(config: JsonMapping) -> int:
     """Return the number of first layers behind which features of pictures are added."""
-    found = _entries(config, "vision_config").get("deepstack_visual_indexes")
+    found = section(config, "vision_config").get("deepstack_visual_indexes")
     return len(found) if isinstance(found, list) else 0
-
-
-def _entries(config: JsonMapping, name: str) -> JsonMapping:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def rotary_axes(description: ModelDescription, count: int) -> list[int]:

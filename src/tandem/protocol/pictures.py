@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
@@ -13,8 +11,12 @@ class PictureSpan(Struct, frozen=True, array_like=True):
     """Where a picture stands in a prompt. Its features are on the ranks of the first stage."""
 
     key: str
+    """SHA-256 of the picture's text in the prompt and of its processed arrays, 64 hex digits. Equal keys mean equal features."""
     start: int
+    """Position of its first placeholder token in the prompt."""
     length: int
+    """Positions from its first placeholder token to its last one. Separators between them (tokens of rows, of tiles) are
+    counted too: only tokens of the model's image token id take features, in order."""
     rows: int = 0
     columns: int = 0
     """Grid of its features, for models whose positions have three axes."""
@@ -30,33 +32,17 @@ class PictureSpan(Struct, frozen=True, array_like=True):
         return max(self.rows, self.columns) - self.length
 
 
-class Picture(Struct, frozen=True, kw_only=True):
+class Picture(PictureSpan, frozen=True, kw_only=True, array_like=False):
     """One picture of a prompt, as the model's processor prepared it."""
 
-    key: str
-    """SHA-256 of the picture's text in the prompt and of its processed arrays, 64 hex digits. Equal keys mean equal features."""
-    start: int
-    """Position of its first placeholder token in the prompt."""
-    length: int
-    """Positions from its first placeholder token to its last one. Separators between them (tokens of rows, of tiles) are
-    counted too: only tokens of the model's image token id take features, in order."""
     inputs: bytes
     """safetensors of the processor's arrays for this picture: `pixel_values` and what the model takes beside it
     (`image_grid_thw`, `image_sizes` ...), under the names of the processor."""
 
     @property
     def span(self) -> PictureSpan:
-        """Where it stands, with the grid of its features if `inputs` have one that fits."""
-        try:
-            data = 8 + int.from_bytes(self.inputs[:8], "little")
-            start, stop = json.loads(self.inputs[8:data])["image_grid_thw"]["data_offsets"]
-            times, height, width = struct.unpack("<3q", self.inputs[data + start : data + stop])
-            merged = round((height * width / self.length) ** 0.5)
-            rows, columns = height // merged, width // merged
-        except (LookupError, TypeError, ValueError, ArithmeticError, struct.error):
-            return PictureSpan(self.key, self.start, self.length)
-        fits = times == 1 and rows > 0 and rows * columns == self.length
-        return PictureSpan(self.key, self.start, self.length, rows * fits, columns * fits)
+        """Where it stands, without its inputs."""
+        return PictureSpan(self.key, self.start, self.length, self.rows, self.columns)
 
 
 class EncodePicture(Struct, frozen=True, tag=True):
@@ -89,6 +75,6 @@ def hashed(tokens: Sequence[int], pictures: Iterable[Picture], start: int = 0) -
     found = list(tokens)
     for picture in pictures:
         content = int(picture.key[:32], 16)
-        for at in range(max(picture.start, start), min(picture.start + picture.length, start + len(found))):
+        for at in range(max(picture.start, start), min(picture.stop, start + len(found))):
             found[at - start] = ~(((content << 32) | (at - picture.start)) << 32 | found[at - start])
     return found

@@ -11,7 +11,7 @@ from tandem.protocol.pictures import Picture
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.thinking import ThinkingBudget
 
-MAX_PICTURE_BYTES = 256 * 2**20
+MAX_PICTURE_BYTES = 512 * 2**20
 """Most bytes of the `inputs` of all pictures of a request."""
 Pooling = Literal["last", "mean"]
 """Pooling of a prompt's final hidden states into one vector: the last position's, or the mean of all."""

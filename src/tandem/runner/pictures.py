@@ -108,7 +108,7 @@ class EncoderProcess:
         if not describe(files).vision_bytes:
             raise BrokenModel(f"{files.name}: has no weights of a vision tower; get the whole model, or give --vision off")
         self._spec, self.sandbox = spec, Sandbox(None, "encoder")
-        self._arguments = {"spec": spec, "files": files, "dtype": dtype_name(dtype)}
+        self.dtype, self._arguments = dtype, {"spec": spec, "files": files, "dtype": dtype_name(dtype)}
 
     def encode(self, order: EncodePicture, held: dict[str, Any], report: Callable[[PictureEncoded], None]) -> None:
         """Encode a picture, add its features to `held`, and report. A picture during which the process ends is tried again, at
@@ -157,9 +157,10 @@ class PictureFeatures:
         return ""
 
     def pack(self, key: str) -> bytes:
-        """Return a picture's features as safetensors in float32, and hold them no longer; none if it could not be encoded."""
+        """Return a picture's features as safetensors, their bits as uint16, and hold them no longer; none if it could not be
+        encoded."""
         buffer, arrays = io.BytesIO(), self._held.pop(key, {})
-        mx.save_safetensors(buffer, {name: one if name == "taken" else one.astype(mx.float32) for name, one in arrays.items()})
+        mx.save_safetensors(buffer, {name: one if name == "taken" else one.view(mx.uint16) for name, one in arrays.items()})
         mx.clear_cache()
         return buffer.getvalue()
 
@@ -179,9 +180,10 @@ class PictureFeatures:
                     continue
                 if one.key not in self._held:
                     raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} has picture {one.key[:12]}, not held here")
-                if isinstance(self._held[one.key], bytes):
-                    # By numpy, since MLX reads streams in threads that need the interpreter's lock.
-                    self._held[one.key] = {name: mx.array(array) for name, array in load(self._held[one.key]).items()}
+                if self._process is not None and isinstance(self._held[one.key], bytes):
+                    # By numpy, which has no bfloat16, since MLX reads streams in threads that need the interpreter's lock.
+                    arrays = {name: mx.array(array) for name, array in load(self._held[one.key]).items()}
+                    self._held[one.key] = {**arrays, "features": arrays["features"].view(self._process.dtype)}
                 for name, array in self._held[one.key].items():
                     found.setdefault(name, mx.zeros((len(ops), width, *array.shape[1:]), array.dtype))
                     found[name][row, first - op.start : stop - op.start] = array[first - one.start : stop - one.start]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import InitVar, dataclass, field
 
@@ -66,7 +66,9 @@ class Sequence:
     awaits_kv: bool = False
     """True while its prefix is read from disk; it cannot join a batch before."""
     awaits_pictures: bool = False
-    """True until ranks hold the features of its pictures; it cannot join a batch before."""
+    """True until ranks hold the features that it needs first; it cannot join a batch before."""
+    features: Container[str] = ()
+    """Keys of the pictures whose features ranks hold. Its prompt is computed up to the first picture that is not among them."""
     encoding: bool = False
     """True while ranks encode one of its pictures."""
     whole_pictures: bool = False
@@ -249,14 +251,21 @@ class Sequence:
     def _around(self, position: int) -> Picture | None:
         """Return the picture that must not be divided at `position`."""
         pictures = self.request.pictures if self.whole_pictures else ()
-        return next((one for one in pictures if one.start < position < one.start + one.length), None)
+        return next((one for one in pictures if one.start < position < one.stop), None)
+
+    @property
+    def computable(self) -> int:
+        """Number of positions of its prompt that are not computed, up to the first picture whose features ranks lack."""
+        pictures = (one for one in self.request.pictures if one.stop > self.computed and one.key not in self.features)
+        return max(next((one.start for one in pictures), self.target) - self.computed, 0)
 
     def chunk(self, most: int) -> int:
         """Return the length of its next chunk, up to the next save point. It is at most `most`, but where a picture that is not
         divided comes first."""
-        stop = min(self.computed + most, next((point for point in self.save_points if point > self.computed), self.target))
+        stop = self.computed + min(most, self.computable)
+        stop = next((point for point in self.save_points if self.computed < point < stop), stop)
         if most > 0 and (one := self._around(stop)) is not None:
-            stop = one.start if one.start > self.computed else one.start + one.length
+            stop = one.start if one.start > self.computed else one.stop
         return stop - self.computed
 
     def savable(self, points: Iterable[int]) -> list[int]:

@@ -114,7 +114,10 @@ class Processor:
         text, arrays = self._arrays(image)
         inputs = save({name: np.ascontiguousarray(value) for name, value in arrays.items() if name not in _OF_TEXT})
         key, length = hashlib.sha256(text.encode() + inputs).hexdigest(), text.count(self._place)
-        return Prepared(text, Picture(key=key, start=0, length=length, inputs=inputs), len(inputs))
+        _, height, width = map(int, arrays["image_grid_thw"][0] if "image_grid_thw" in arrays else (1, 0, 0))
+        side = round((height * width / length) ** 0.5) or 1  # patches that become one feature, in a row
+        picture = Picture(key, 0, length, height // side, width // side, inputs=inputs)
+        return Prepared(text, picture, len(inputs))
 
     def _arrays(self, image: Any) -> tuple[str, dict[str, Any]]:
         """Return a picture's text, and its arrays for the encoder."""

@@ -84,6 +84,7 @@ def test_the_prompt_has_a_placeholder_for_each_patch_and_the_engine_gets_the_arr
         assert request.prompt[picture.start : picture.start + picture.length] == [pad] * picture.length
         arrays = load(picture.inputs)
         assert arrays["image_grid_thw"].tolist() == [[1, size[1] // 4, size[0] // 4]]
+        assert (picture.rows, picture.columns) == (size[1] // 8, size[0] // 8)
         assert arrays["pixel_values"].shape == (picture.length * 4, 3 * 2 * 4 * 4)
     first = load(request.pictures[0].inputs)["pixel_values"]
     pixel = (np.asarray(wide)[0, 0] / 255 - [0.48145466, 0.4578275, 0.40821073]) / [0.26862954, 0.26130258, 0.27577711]
@@ -404,6 +405,7 @@ def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, show
     text = tokenizer.decode(tokens, False)
     assert "sys<" in text and before + shown in text
     assert load(picture.inputs)["pixel_values"].shape == shape
+    assert (picture.rows, picture.columns) == ((2, 4) if kind == "glm4v" else (0, 0))
 
 
 @pytest.mark.filterwarnings("ignore:Image.Image.getdata is deprecated")  # mlx-vlm's

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.checkpoints.config import LARGEST_NUMBER
+from tandem.checkpoints.config import LARGEST_NUMBER, section
 from tandem.json_types import JsonMapping
 
 Base = Literal["heads", "queries", "states", "whole"]
@@ -104,8 +104,7 @@ def blocks_width(config: JsonMapping) -> int:
 def indexed(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of MiniMax M3's sparse attention. Index heads choose blocks of keys for kv heads, so both are
     split together."""
-    sparse = config.get("sparse_attention_config")
-    own = sparse if isinstance(sparse, dict) else {}
+    own = section(config, "sparse_attention_config")
     heads, kv, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     index = number(own, "sparse_num_index_heads") or number(config, "index_n_heads") or kv
     count, width = max(math.gcd(kv, index), 1), number(own, "sparse_index_dim") or number(config, "index_head_dim")
@@ -132,8 +131,7 @@ def delta(config: JsonMapping) -> dict[str, Axis]:
 
 def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of Kimi Delta Attention, whose keys and values have equal heads, and of latent attention."""
-    linear = config.get("linear_attn_config")
-    own = linear if isinstance(linear, dict) else {}
+    own = section(config, "linear_attn_config")
     return latent(config) | split("states", number(own, "num_heads"), delta_heads=1, delta_width=number(own, "head_dim"))
 
 

@@ -124,12 +124,7 @@ def columns(kind: Kind) -> Cut:
 
 def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
     """Cuts of standard attention at `path`; `out` is the name of its output projection."""
-    return {
-        f"{path}.q_proj": rows("q"),
-        f"{path}.k_proj": rows("kv"),
-        f"{path}.v_proj": rows("kv"),
-        f"{path}.{out}": columns("q"),
-    }
+    return {f"{path}.q_proj": rows("q"), **each(rows("kv"), path, "k_proj", "v_proj"), f"{path}.{out}": columns("q")}
 
 
 def fused(path: str, qkv: str, out: str, *kinds: Kind) -> dict[str, Cut]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tandem.checkpoints.config import section
 from tandem.json_types import JsonMapping
 from tandem.models.families.axes import half_width, number, one_width
 from tandem.models.families.cuts import Sharding, attention, each, experts, fused, glu, rows, two
@@ -17,8 +18,7 @@ def _lille_width(config: JsonMapping) -> int:
 
 
 def _dbrx_width(config: JsonMapping) -> int:
-    own = config.get("ffn_config")
-    return number(own, "ffn_hidden_size") if isinstance(own, dict) else 0
+    return number(section(config, "ffn_config"), "ffn_hidden_size")
 
 
 def _hunyuan_experts(config: JsonMapping) -> int:

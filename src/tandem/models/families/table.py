@@ -88,23 +88,24 @@ _GLM4V: JsonObject = {
 }  # fmt: skip
 _TIED_BY_DEFAULT = (
     "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe", "helium", "olmo2",
-    "olmoe", "seed_oss", "smollm3", "starcoder2", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "spark2_5", "gear",
+    "olmoe", "seed_oss", "smollm3", "starcoder2", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "spark2_5", "gear", "jamba",
+    "ministral3",
 )  # fmt: skip
 _UNTIED_BY_DEFAULT = (
     "qwen3", "qwen3_moe", "phi3", "dots1", "hunyuan_v1_dense", "internlm3", "mimo", "mixtral", "nemotron", "olmo3",
     "telechat3", "exaone_moe", "afmoe", "kimi_linear", "minimax", "llama4_text", "mellum", "minicpm", "minicpm3",
-    "muse_glimmer", "nanbeige", "nemotron-nas",
+    "muse_glimmer", "nanbeige", "nemotron-nas", "bailing_moe", "internlm2", "mistral4", "laguna",
 )  # fmt: skip
 _NEVER_TIED = (
     "deepseek", "glm4", "glm4_moe", "phimoe", "qwen2_moe", "solar_open", "stablelm", "phi", "step3p5", "Klear",
-    "mimo_v2_flash",
+    "mimo_v2_flash", "longcat_flash", "glm_moe_dsa",
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_TIED_BY_DEFAULT, Family()),
     **dict.fromkeys(_UNTIED_BY_DEFAULT, Family(tied="config-false")),
     **dict.fromkeys(_NEVER_TIED, Family(tied="never")),
-    **dict.fromkeys(("cohere", "cohere2", "gemma", "lfm2", "lfm2_moe"), Family(tied="always")),
+    **dict.fromkeys(("cohere", "cohere2", "gemma", "lfm2", "lfm2_moe", "hunyuan"), Family(tied="always")),
     "mistral": Family(module="llama"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family(tied="never", defaults=_LATENT)),
     **dict.fromkeys(("kimi_k2", "joyai_llm_flash"), Family(module="deepseek_v3", tied="never", defaults=_LATENT)),
@@ -116,29 +117,19 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(tied="always", grouped_scores=True),
     "gemma3_text": Family(tied="file", defaults=_GEMMA3),
     "gpt_oss": Family(tied="never", defaults=_GPT_OSS),
-    "bailing_moe": Family(tied="config-false"),
     "exaone": Family(layers="transformer.h"),
     "gpt_neox": Family(layers="model.h", tied="never"),
-    "internlm2": Family(tied="config-false"),
     "nemotron_h": Family(layers="backbone.layers", tied="never"),
-    "longcat_flash": Family(tied="never"),
     "rwkv7": Family(tied="config-false", extra_outputs=1),
     "recurrent_gemma": Family(tied="file", defaults={"multi_query": True}),
     "baichuan_m1": Family(tied="config-false"),
-    "glm_moe_dsa": Family(tied="never"),
-    "ministral3": Family(),
-    "mistral4": Family(tied="config-false"),
-    "laguna": Family(tied="config-false"),
     "youtu_llm": Family(defaults=_LATENT),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_vl"), Family(layers=_NESTED)),
-    "jamba": Family(),
     "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),
     "mamba2": Family(layers="backbone.layers", tied="config-false"),
     "dbrx": Family(layers="transformer.blocks", tied="never"),
     "gptj": Family(layers="model.h", tied="never", hidden="inputs"),
-    "hunyuan": Family(tied="always"),
-    "bailing_hybrid": Family(tied="config-false", counts=True),
-    "bailing_moe_linear": Family(tied="config-false", counts=True),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), Family(tied="config-false", counts=True)),
     "kimi_k3": Family(layers=_NESTED, tied="config-false", extra_outputs=1),
     "gemma3n": Family(
         layers="model.language_model.layers",
@@ -154,9 +145,8 @@ FAMILIES: dict[str, Family] = {
         layers="transformer.h", defaults={"multi_query": True}, one_by_one="it counts positions for sequences of one length"
     ),
     "lille-130m": Family(layers="transformer.layers", tied="always"),
-    "mamba": Family(layers="backbone.layers"),
-    "falcon_mamba": Family(module="mamba", layers="backbone.layers"),
-    "nanochat": Family(layers="transformer.h", tied="never"),
+    **dict.fromkeys(("mamba", "falcon_mamba"), Family(module="mamba", layers="backbone.layers")),
+    **dict.fromkeys(("nanochat", "qwen"), Family(layers="transformer.h", tied="never")),
     "openelm": Family(layers="transformer.layers", tied="file"),
     "phixtral": Family(layers="transformer.h", tied="never", defaults={"num_local_experts": 4}),
     "phi-msft": Family(module="phixtral", layers="transformer.h", tied="never", defaults={"num_local_experts": 4}),
@@ -166,7 +156,6 @@ FAMILIES: dict[str, Family] = {
         defaults={"mamba_step": 2, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_num_heads": 64, "hidden_size_per_head": 128},
     ),
     "plamo3": Family(layers="model.layers.layers"),
-    "qwen": Family(layers="transformer.h", tied="never"),
     "lfm2-vl": Family(module="lfm2", nested=True, layers=_NESTED, tied="always"),
     "longcat_flash_ngram": Family(
         tied="never", one_by_one="its n-grams are looked up for sequences of one length", can_draft=False
@@ -177,20 +166,18 @@ FAMILIES: dict[str, Family] = {
         one_by_one="its sparse attention chooses blocks by their place, which rows of unequal length do not share",
     ),
     "pixtral": Family(layers=_NESTED, tied="never"),
-    "llava": Family(module="mistral3", layers=_NESTED, tied="config-false"),
     "qwen2_5_vl": Family(module="qwen2_vl", layers=_NESTED),
     "glm4v": Family(module="glm4", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
     "glm4v_moe": Family(module="glm4_moe", nested=True, layers=_NESTED, tied="never", defaults=_GLM4V),
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
-    "mistral3": Family(layers=_NESTED, tied="config-false"),
+    **dict.fromkeys(("mistral3", "llava"), Family(module="mistral3", layers=_NESTED, tied="config-false")),
     # mlx-lm's kimi_vl does not rename the projections of latent keys and values, as stored ones need.
     **dict.fromkeys(("kimi_k25", "kimi_vl"), Family(module="kimi_k25", layers=_NESTED, tied="never", defaults=_LATENT)),
     **dict.fromkeys(("k2_horizon", "kolibri1"), _MLX_VLM(tied="config-false")),
     "internvl": _MLX_VLM(text="qwen3", tied="config-false"),
     **dict.fromkeys(("idefics3", "smolvlm"), _MLX_VLM(layers="language_model.layers", tied="never")),
     "cohere2_moe": _MLX_VLM(tied="always"),
-    "mimo_v2": _MLX_VLM(tied="never"),
-    "step3p7": _MLX_VLM(tied="never"),
+    **dict.fromkeys(("mimo_v2", "step3p7"), _MLX_VLM(tied="never")),
     "hy_v4": _STREAMS(tied="never"),
     "deepseek_v4": _STREAMS(
         tied="never", gives=(3,), one_by_one="its compressed keys are those of one sequence", can_draft=False
