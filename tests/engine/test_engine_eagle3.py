@@ -216,7 +216,7 @@ def test_heads_are_refused_with_other_models_methods_and_tokenizers(tmp_path: Pa
     head = eagle3(model)
     with pytest.raises(ModelError, match="heads for qwen2 are not read, those for llama and qwen3 are"):
         LLM(str(other), **drafting("eagle3", head))
-    with pytest.raises(ConfigError, match="is an EAGLE-3 head; add --speculative-method eagle3"):
+    with pytest.raises(ConfigError, match="is a draft head; add --speculative-method eagle3"):
         LLM(str(model), draft_model=str(head))
     with pytest.raises(ConfigError, match="needs --draft-model MODEL, the head's directory"):
         LLM(str(model), speculative_method="eagle3")

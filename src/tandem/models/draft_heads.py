@@ -5,6 +5,9 @@ before. Its own vocabulary may be a part of the model's: `d2t` has what to add t
 
 DFlash: the head's layers attend to outputs of several of the model's layers, and to a block of tokens: the last one, and masks in
 place of those that it guesses, all at once.
+
+Gemma 4's assistant: a small model without keys and values. Its layers attend to those of the model's last layer with a window and
+of its last one without, which it reads as they are, for all tokens that it guesses.
 """
 
 from __future__ import annotations
@@ -12,31 +15,40 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.checkpoints.config import read_config
+from tandem.checkpoints.config import Watched, read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import UnsupportedModel
 from tandem.json_types import JsonObject
+from tandem.models.caches import layer_caches
 from tandem.models.description import ModelDescription, describe, stored_dtype
 from tandem.protocol.layout import StageSpec
 
 FAMILIES = {"llama": ("EAGLE-3",), "qwen3": ("EAGLE-3", "DFlash")}
+FAMILIES |= dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), ("assistant",))
 """Types of models whose heads are read -> kinds of heads."""
+_KINDS = ("full_attention", "sliding_attention")
+"""Kinds of Gemma 4's layers."""
 _STATES = 3
 """Layers whose outputs a head reads."""
 _NEEDED = ("fc", "norm", "layers.0.hidden_norm", "layers.0.input_layernorm", "layers.0.self_attn.k_proj")
 _DFLASH_NEEDED = ("fc", "hidden_norm", "norm", "layers.0.self_attn.k_proj", "layers.0.input_layernorm")
-_EMBEDDING, _HEAD, _IDS = "embed_tokens.weight", "lm_head.weight", "eagle_aux_hidden_state_layer_ids"
+_ASSISTANT_NEEDED = ("pre_projection", "post_projection", "embed_tokens", "norm")
+_ASSISTANT_LAYER = ("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_EMBEDDING, _HEAD, _KEYS = "embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.k_proj.weight"
+_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """An EAGLE-3 or DFlash head that fits its model."""
+    """A head that fits its model."""
 
+    kind: str
+    """`eagle3`, `dflash`, or `mtp` for an assistant."""
     config: JsonObject
     """config.json in the words that mlx-vlm reads."""
     layers: tuple[int, ...]
-    """Numbers of the model's layers whose outputs it reads."""
+    """Numbers of the model's layers whose outputs it reads; those whose keys and values, for an assistant."""
     description: ModelDescription
     """The head as a draft model, to count its memory; without an embedding if it uses the model's."""
 
@@ -58,7 +70,7 @@ def read_eagle3(files: ModelFiles, model: ModelDescription) -> DraftHead:
     vocabulary = tensors[_HEAD].shape[0] if _HEAD in tensors else model.vocab_size
     entries = {"model_type": "eagle3", "target_hidden_size": model.hidden_size, "draft_vocab_size": vocabulary}
     entries["transformer_layer_config"] = {**text, "num_hidden_layers": description.num_layers}
-    return DraftHead(config | entries, _layers(config, model.num_layers), description)
+    return DraftHead("eagle3", config | entries, _layers(config, model.num_layers), description)
 
 
 def _not_fitting(files: ModelFiles, why: str) -> UnsupportedModel:
@@ -69,11 +81,11 @@ def _not_fitting(files: ModelFiles, why: str) -> UnsupportedModel:
 
 def _as_model(tensors: Mapping[str, TensorInfo], own: int, model: ModelDescription, embed_bytes: int = 0) -> ModelDescription:
     """Return the description of a head as a draft model, whose layers have `own` bytes of weights."""
-    count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    count, keys = len({name.split(".")[1] for name in tensors if name.startswith("layers.")}), tensors.get(_KEYS)
     return replace(
         model, num_layers=count, layer_bytes=(own, *[0] * (count - 1)), whole_bytes=(), head_bytes=0, embed_bytes=embed_bytes,
-        token_elements=2 * tensors["layers.0.self_attn.k_proj.weight"].shape[0], state_elements=0, kv_groups=(),
-        quantization=None, dtype=stored_dtype({"fc.weight": tensors["fc.weight"]}),
+        token_elements=2 * keys.shape[0] if keys else 0, num_kv_heads=0, state_elements=0, kv_groups=(),
+        quantization=None, dtype=stored_dtype({**tensors}),
     )  # fmt: skip
 
 
@@ -85,10 +97,18 @@ def _unread(names: Collection[str], needed: Sequence[str]) -> str:
     return "is quantised, and heads are read as bfloat16, float16 or float32" if quantised else ""
 
 
-def is_eagle3(config: JsonObject) -> bool:
-    """Return whether a config.json describes an EAGLE-3 head, as Speculators, SGLang or SpecForge write it."""
-    kinds = [config.get("speculators_model_type"), config.get("model_type"), config.get("architectures")]
-    return any("eagle3" in str(kind).lower() for kind in kinds)
+def head_kind(config: JsonObject) -> str:
+    """Return the kind of head that a config.json describes, as in `DraftHead.kind`; empty for a model."""
+    kinds = f"{config.get('speculators_model_type')} {config.get('model_type')} {config.get('architectures')}".lower()
+    if "dflash_config" in config or "dflash" in kinds:
+        return "dflash"
+    return "eagle3" if "eagle3" in kinds else "mtp" if str(config.get("model_type")).endswith("_assistant") else ""
+
+
+def _other_family(kind: str, model: ModelDescription) -> str:
+    """Return why no head of this kind is read for the model; empty if one is."""
+    read = [name for name, kinds in FAMILIES.items() if kind in kinds]
+    return "" if model.family in read else f"{kind} heads for {model.family} are not read, those for {' and '.join(read)} are"
 
 
 def _layers(config: JsonObject, count: int) -> tuple[int, ...]:
@@ -102,9 +122,9 @@ def _layers(config: JsonObject, count: int) -> tuple[int, ...]:
 def _misfit(config: JsonObject, text: JsonObject, tensors: Mapping[str, TensorInfo], model: ModelDescription) -> str:
     """Return why a head does not fit the model; empty if it does."""
     shapes = {name: info.shape for name, info in tensors.items()}
-    if model.family not in FAMILIES:
-        return f"heads for {model.family} are not read, those for {' and '.join(FAMILIES)} are"
-    if not is_eagle3(config):
+    if why := _other_family("EAGLE-3", model):
+        return why
+    if head_kind(config) != "eagle3":
         return "is no EAGLE-3 head, as its config.json does not name eagle3"
     if why := _unread(shapes, _NEEDED):
         return why
@@ -131,12 +151,7 @@ def _misfit(config: JsonObject, text: JsonObject, tensors: Mapping[str, TensorIn
 
 def describe_draft(files: ModelFiles, spec: StageSpec, model: ModelDescription) -> ModelDescription:
     """Return the description of a rank's draft model, or of its head as one. Raises ModelError."""
-    return (read_dflash if spec.dflash else read_eagle3)(files, model).description if spec.captured_layers else describe(files)
-
-
-def is_dflash(config: JsonObject) -> bool:
-    """Return whether a config.json describes a DFlash head."""
-    return "dflash_config" in config or "dflash" in f"{config.get('architectures')} {config.get('model_type')}".lower()
+    return READERS[spec.head](files, model).description if spec.head else describe(files)
 
 
 def read_dflash(files: ModelFiles, model: ModelDescription) -> DraftHead:
@@ -146,21 +161,21 @@ def read_dflash(files: ModelFiles, model: ModelDescription) -> DraftHead:
     entries = {**config, **nested} if isinstance(nested, dict) else config
     ids = entries.get("target_layer_ids")
     layers = tuple(one for one in ids if isinstance(one, int)) if isinstance(ids, list) else ()
-    if why := _dflash_misfit(entries, layers, tensors, model):
+    if why := _dflash_misfit(config, entries, layers, tensors, model):
         raise _not_fitting(files, why)
     fused = [one.nbytes for name, one in tensors.items() if name.endswith(("k_proj.weight", "v_proj.weight"))]  # a second time
     description = _as_model(tensors, sum(fused) + sum(one.nbytes for one in tensors.values()), model)
-    return DraftHead({**config, "num_hidden_layers": description.num_layers}, layers, description)
+    return DraftHead("dflash", {**config, "num_hidden_layers": description.num_layers}, layers, description)
 
 
 def _dflash_misfit(
-    entries: JsonObject, layers: tuple[int, ...], tensors: Mapping[str, TensorInfo], model: ModelDescription
+    config: JsonObject, entries: JsonObject, layers: tuple[int, ...], tensors: Mapping[str, TensorInfo], model: ModelDescription
 ) -> str:
     """Return why a head does not fit the model; empty if it does."""
-    if "DFlash" not in FAMILIES.get(model.family, ()):
-        return f"DFlash heads for {model.family} are not read, those for qwen3 are"
+    if why := _other_family("DFlash", model):
+        return why
     later = entries.get("projector_type") or entries.get("markov_rank") or "DFlash2" in str(entries.get("architectures"))
-    if later or not is_dflash(entries):
+    if later or head_kind(config) != "dflash":
         return "is no DFlash head of the first version, as its config.json tells"
     if why := _unread(tensors, _DFLASH_NEEDED):
         return why
@@ -176,3 +191,44 @@ def _dflash_misfit(
         return f"has mask_token_id {mask}, which is none of the model's {model.vocab_size} tokens"
     windows = entries.get("draft_window_size") or "sliding_attention" in str(entries.get("layer_types"))
     return "has layers with a sliding window, which are not read" if windows else ""
+
+
+def read_assistant(files: ModelFiles, model: ModelDescription) -> DraftHead:
+    """Return the assistant in `files`. Raise UnsupportedModel if it is none, incomplete, or another model's."""
+    config, tensors = read_config(files.path), {name.removeprefix("model."): one for name, one in read_tensors(files).items()}
+    nested = config.get("text_config")
+    text = Watched({"num_key_value_heads": 1, "head_dim": 256, **(nested if isinstance(nested, dict) else {})}, files.path)
+    sources = {_KINDS[not group]: i for i, (group, elements) in enumerate(model.kv_groups) if elements}
+    with text.named():
+        why = _assistant_misfit(config, text, sources, tensors, model)
+    if why:
+        raise _not_fitting(files, why)
+    own = sum(one.nbytes for one in tensors.values())
+    return DraftHead("mtp", config, tuple(sources[kind] for kind in _KINDS), _as_model(tensors, own, model))
+
+
+def _assistant_misfit(
+    config: JsonObject, text: JsonObject, sources: Mapping[str, int], tensors: Mapping[str, TensorInfo], model: ModelDescription
+) -> str:
+    """Return why an assistant does not fit the model; empty if it does. `sources`: kind of a layer -> last one with keys."""
+    if why := _other_family("assistant", model):
+        return why
+    if config.get("model_type") not in ("gemma4_assistant", "gemma4_unified_assistant"):
+        return "is no assistant of a Gemma 4 model, as its config.json does not name gemma4_assistant"
+    count, kinds = text.get("num_hidden_layers", 0), text.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != count or not sources.keys() >= {*kinds} or len(sources) != len(_KINDS):
+        return f"its {count} layers are of the kinds {kinds}, and the model's with keys and values of {sorted(sources)}"
+    if why := _unread(tensors, [*_ASSISTANT_NEEDED, *(f"layers.{i}.{name}" for i in range(count) for name in _ASSISTANT_LAYER)]):
+        return why
+    if (width := config.get("backbone_hidden_size")) != model.hidden_size:
+        return f"its backbone_hidden_size is {width}, and the model's hidden size is {model.hidden_size}"
+    if (rows := tensors[_EMBEDDING].shape[0]) != model.vocab_size:
+        return f"has a vocabulary of {rows} tokens, and the model's has {model.vocab_size}"
+    plain, entries = 2 * text["num_key_value_heads"] * text["head_dim"], {"model_type": "gemma4_text", "num_kv_shared_layers": 0}
+    caches = layer_caches({**text, **entries}, count, plain)
+    found, wanted = ([int(one.position) for one in caches], [int(model.kv_groups[sources[kind]][1]) for kind in kinds])
+    return "" if found == wanted else f"its layers read {found} elements of keys and values a token, and the model has {wanted}"
+
+
+READERS = {"eagle3": read_eagle3, "dflash": read_dflash, "mtp": read_assistant}
+"""Kind of head -> reader of its description."""

@@ -211,6 +211,15 @@ class KVBufferLayer:
         ring.state = (keys, values, length, 0, self._ring, held)
         return ring
 
+    def read(self, row: int, length: int) -> list[mx.array]:
+        """Return keys and values [1, kv_heads, positions, head_dim] of a row's first `length` positions, or of its window there,
+        in order. Without a copy: drop them before the next step."""
+        positions: Any = slice(length)
+        if self._window:
+            positions = mx.arange(max(length - self._window, 0), length) % self._ring
+        parts = [part[row : row + 1, :, positions] for part in self._parts]
+        return parts if self._groups is None else [one.expanded() for one in _pair(parts, self._groups)]
+
     def check(self, lengths: Sequence[int]) -> None:
         """Raise AssertionError unless the buffer holds rows for `lengths`, with sufficient capacity."""
         if self._rows != len(lengths):

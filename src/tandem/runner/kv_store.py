@@ -235,6 +235,12 @@ class KVStore(Rows):
         mx.eval([cache.state for cache in caches])  # a lazy slice would make the next write copy the KV buffer
         return caches
 
+    def read(self, request_id: str, length: int, layer: int) -> list[mx.array]:
+        """Return a row's keys and values in the KV buffer of cache number `layer`: see `KVBufferLayer.read`."""
+        buffer: Any = self._layers[layer]
+        found: list[mx.array] = buffer.read(self._rows[request_id], length)
+        return found
+
     def check(self) -> None:
         """Raise AssertionError unless the store's invariants hold (for tests)."""
         super().check()

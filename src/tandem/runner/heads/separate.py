@@ -1,16 +1,17 @@
-"""Draft heads with a directory of their own: EAGLE-3 and DFlash (mlx). Their layers are mlx-vlm's."""
+"""Draft heads with a directory of their own: EAGLE-3, DFlash and Gemma 4's assistant (mlx). Their layers are mlx-vlm's."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from tandem.checkpoints.config import read_config
@@ -23,8 +24,8 @@ from tandem.loading.shard_modules import at, put
 from tandem.loading.stage import Apart, CacheBytes, StageModel
 from tandem.loading.text_tower import import_lazily
 from tandem.loading.weights import PartLoader, Weights, load_file, one_line, open_weights
-from tandem.models.description import ModelDescription, describe, part_of_tensor
-from tandem.models.draft_heads import DraftHead, part_name, read_dflash, read_eagle3
+from tandem.models.description import describe, part_of_tensor
+from tandem.models.draft_heads import READERS, DraftHead, part_name
 from tandem.models.families.table import family_of
 from tandem.models.mtp import Paths
 from tandem.models.sources import require_mlx_vlm
@@ -36,10 +37,10 @@ class Eagle3Head:
     one_by_one = ""
     """Empty: sequences of a batch run together."""
 
-    def __init__(self, model: Any, own: Sequence[mx.array], description: ModelDescription, stage: StageModel) -> None:
-        """Store mlx-vlm's `model` and its `own` arrays. `description`: the head's; `stage`: the model's last one."""
-        self._model, self._own = model, own
-        self.width = int(model.fc.weight.shape[1])
+    def __init__(self, model: Any, own: Sequence[mx.array], head: DraftHead, stage: StageModel) -> None:
+        """Store mlx-vlm's `model` of `head` and its `own` arrays. `stage`: the model's last one."""
+        self._model, self._own, self._target, description = model, own, stage, head.description
+        self.width = int(description.hidden_size * (1 if head.kind == "mtp" else len(head.layers)))
         """Elements of the model's states at a position."""
         self.vocab_size = stage.vocab_size
         """Tokens of the model's vocabulary, which it reads."""
@@ -93,13 +94,44 @@ class DFlashHead(Eagle3Head):
         return found.astype(mx.int32)
 
 
+class AssistantHead(DFlashHead):
+    """Draft head without caches: it reads the model's keys and values, for one sequence at a time. Not thread-safe."""
+
+    @cached_property
+    def sources(self) -> dict[int, str]:
+        """Numbers of the model's last cache without a window, and of its last with one, and kinds of their layers."""
+        found = {type(cache) is RotatingKVCache: at for at, cache in enumerate(self._target.make_caches())}
+        return {found[False]: "full_attention", found[True]: "sliding_attention"}
+
+    def make_caches(self) -> list[Cache]:
+        """Return no caches."""
+        return []
+
+    def states(self, hidden: mx.array) -> mx.array:
+        """Return the model's hidden states [B, L, H] after its last norm."""
+        return self._target.final(hidden)
+
+    def join(self, tokens: mx.array, states: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
+        """Return the states: nothing of a prompt is kept."""
+        return states
+
+    def block(self, token: int, states: mx.array, caches: Sequence[Any], count: int) -> mx.array:
+        """Return int32 [1, count]: the likeliest tokens after `token`. `caches`: keys and values of the layers in `sources`."""
+        length = caches[0][0].shape[2]
+        self._model.set_shared_kv(dict(zip(self.sources.values(), caches, strict=True)), length, length - 1)
+        pick = partial(mx.argmax, axis=-1)
+        found: mx.array = self._model.draft_block(token, states[:, -1:], None, count + 1, pick, greedy=True)
+        self._model.set_shared_kv({}, 0)
+        return found.astype(mx.int32)
+
+
 def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
     """Load the head in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
 
     The model's embedding is loaded whole where the head has none, and the stage lacks it; with `dequantize` it is expanded.
     """
     model = describe(target)
-    head = read_eagle3(files, model)
+    head = READERS["eagle3"](files, model)
     built = _build(files, "EAGLE-3", "eagle3.eagle3", lambda theirs: _eagle3(theirs, head))
     stored = {part_name(name): array for name, array in _stored(files).items()}
     kept = stored.pop("t2d", mx.ones(model.vocab_size))
@@ -116,7 +148,7 @@ def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
             )
     if shares:
         built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
-    return Eagle3Head(built, _arrays(loaded), head.description, stage)
+    return Eagle3Head(built, _arrays(loaded), head, stage)
 
 
 def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> DFlashHead:
@@ -126,7 +158,7 @@ def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
     they are expanded.
     """
     model = describe(target)
-    head = read_dflash(files, model)
+    head = READERS["dflash"](files, model)
     built = _build(
         files, "DFlash", "qwen3_dflash.dflash", lambda theirs: theirs.DFlashDraftModel(theirs.DFlashConfig.from_dict(head.config))
     )
@@ -137,7 +169,28 @@ def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, deq
         built.lm_head = model_part("head", target, stage, loaded, dequantize=dequantize)
     built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
     mx.eval(built._fused_context_kv_weight)
-    return DFlashHead(built, [*_arrays(loaded), built._fused_context_kv_weight], head.description, stage)
+    return DFlashHead(built, [*_arrays(loaded), built._fused_context_kv_weight], head, stage)
+
+
+def load_assistant(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> AssistantHead:
+    """Load the assistant in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
+
+    The model's embedding is loaded whole where the stage lacks it; with `dequantize` it is expanded.
+    """
+    model = describe(target)
+    head = READERS["mtp"](files, model)
+    built = _build(
+        files, "assistant", "gemma4_assistant.gemma4_assistant",
+        lambda theirs: theirs.Gemma4AssistantDraftModel(theirs.Gemma4AssistantConfig.from_dict(head.config)),
+    )  # fmt: skip
+    loaded = _load_parts(files, built, built.sanitize(_stored(files)), stage)
+    embedding = model_part("embed", target, stage, loaded, dequantize=dequantize)
+    built.bind(SimpleNamespace(embed_tokens=embedding, embed_scale=model.hidden_size**0.5))
+    return AssistantHead(built, _arrays(loaded), head, stage)
+
+
+LOADERS = {"eagle3": load_eagle3, "dflash": load_dflash, "mtp": load_assistant}
+"""Kind of head -> function that loads it."""
 
 
 def _stored(files: ModelFiles) -> Weights:
@@ -148,7 +201,7 @@ def _stored(files: ModelFiles) -> Weights:
 def _load_parts(files: ModelFiles, built: Any, weights: Weights, stage: StageModel) -> list[nn.Module]:
     """Load the parts of mlx-vlm's model from the `weights` in `files`, in the stage's type. Return them."""
     names, loaded = [name for name, part in built.children().items() if isinstance(part, nn.Module)], []
-    for name in (*names, *(f"layers.{i}" for i in range(len(built.layers)))):
+    for name in (*names, *(f"layers.{i}" for i in range(len(getattr(built, "layers", ()))))):
         own = {key[len(name) + 1 :]: weights.pop(key) for key in list(weights) if key.startswith(f"{name}.")}
         loaded.append(_loader(stage, quantization=None, dequantize=False).load(name, at(built, name), own))
         put(built, name, loaded[-1])
