@@ -28,14 +28,13 @@ from tandem.launchers.host_addresses import role_of, stage_memory, told_memory, 
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import adapter_elements, adapter_spec, read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.draft_heads import READERS, DraftHead, head_kind
+from tandem.models.draft_heads import DraftHead, head_kind, read_head
 from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
-from tandem.models.sources import require_mlx_vlm
 from tandem.planner.profile import Profile, read_profile
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.keys import ClusterKeys
@@ -93,8 +92,14 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         files = resolve(model.model, revision=model.revision)
     _note_senses(files.name, description)
     sizes = stage_sizes(parallel)
-    draft, head = _find_draft_model(settings, files, description, sizes[-1])
-    if head and head.kind == "mtp":  # the last stage must have both layers whose keys and values it reads
+    draft, head = _find_draft_model(settings, files, description)
+    if head and head.kind == "mtp":  # the rank that samples must have both layers whose keys and values it reads, whole
+        if sizes[-1] > 1:
+            raise LayoutError(
+                f"--draft-model: the assistant reads keys and values of all heads, of which each of the last stage's {sizes[-1]} "
+                "ranks has a part; give that stage one rank, as --pipeline-parallel-size does",
+                param="draft_model",
+            )
         description = replace(description, uncut=description.uncut | {*range(min(head.layers) + 1, description.num_layers)})
     ranges = split_layers(
         description.num_layers,
@@ -396,10 +401,9 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
 
 
 def _find_draft_model(
-    settings: Settings, files: ModelFiles, description: ModelDescription, ranks: int
+    settings: Settings, files: ModelFiles, description: ModelDescription
 ) -> tuple[ModelFiles | None, DraftHead | None]:
-    """Return the files of the draft model or head that the settings name, and the head; None without one. `ranks`: number in
-    the last stage.
+    """Return the files of the draft model or head that the settings name, and the head; None without one.
 
     Raises ConfigError if its tokens differ from those of the model in `files`, ModelError if the model is unusable.
     """
@@ -414,15 +418,8 @@ def _find_draft_model(
             param="draft_model",
         )
     draft = resolve(name)
-    if chosen.speculative_method in READERS:
-        require_mlx_vlm("Draft heads with a directory of their own are computed")
-        head = READERS[chosen.speculative_method](draft, description)
-        if head.kind == "mtp" and ranks > 1:
-            raise ConfigError(
-                f"--draft-model {name}: reads keys and values of all heads, of which each of the last stage's {ranks} ranks has "
-                "a part; give that stage one rank, as --pipeline-parallel-size does, or name a small model of the same family",
-                param="draft_model",
-            )
+    if chosen.speculative_method != "draft_model":
+        head = read_head(chosen.speculative_method, draft, description)
         if not (draft.path / "tokenizer.json").is_file():  # most heads have none: their vocabulary is the model's
             return draft, head
     elif kind := head_kind(read_config(draft.path)):

@@ -35,7 +35,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.heads.mtp import load_mtp_head
-from tandem.runner.heads.separate import LOADERS
+from tandem.runner.heads.separate import load_head
 from tandem.runner.links import StageLink
 from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pictures import Encoder, EncoderProcess, PictureFeatures
@@ -129,7 +129,7 @@ def load_drafter(spec: StageSpec, target: StageModel, model_files: ModelFiles | 
         head = _draft_files(spec) if spec.head else files
         log.info("Loading draft head: %s", head.name)
         if spec.head:
-            return drafter(LOADERS[spec.head](head, files, target, dequantize=dequantize))
+            return drafter(load_head(spec.head, head, files, target, dequantize=dequantize))
         return drafter(load_mtp_head(files, describe(files), target, dequantize=dequantize))
     files = _draft_files(spec)
     description = describe(files)

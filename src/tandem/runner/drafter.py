@@ -27,8 +27,8 @@ from tandem.protocol.kv_blocks import BLOCK_SIZE
 from tandem.protocol.step import SavePrefixOp, SpecDecodeRow, StepPlan, accepted
 from tandem.runner.heads.mtp import MTPHead
 from tandem.runner.heads.prefix import HeadPrefix, disk_layers
-from tandem.runner.heads.separate import AssistantHead, DFlashHead, Eagle3Head
-from tandem.runner.kv_store import KVStore, Rows, reserve
+from tandem.runner.heads.separate import DFlashHead, Eagle3Head
+from tandem.runner.kv_store import KVStore, reserve
 
 CHUNK = 512
 """Maximum tokens fed in one forward pass, and of those that a draft model lacks in one step."""
@@ -215,9 +215,9 @@ class Drafter:
         """Drop what is kept of a cached prefix, if anything."""
         self._prefixes.pop(key, None)
 
-    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int, kv: Rows) -> Drafted | None:
+    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int, kv: Any) -> Drafted | None:
         """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
-        is read so far. `kv`: the model's own, of the plan's micro-batch."""
+        is read so far. `kv`: the model's own store, of the plan's micro-batch."""
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         store, self._room = self._stores[plan.micro_batch], CHUNK
         for request_id, tokens in sampled.items():
@@ -353,7 +353,7 @@ class Drafter:
         dispatch(found)
         return Drafted(ids, found)
 
-    def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int, kv: Rows) -> Drafted | None:
+    def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int, kv: Any) -> Drafted | None:
         """Guess a block of tokens for each sequence whose states are known, one after another."""
         found: dict[str, mx.array] = {}
         for one in ids:
@@ -365,9 +365,8 @@ class Drafter:
             known.caches = caches
             for cache in caches:
                 cache.trim(max(int(cache.offset) - known.row_length, 0))
-            if isinstance(head, AssistantHead) and isinstance(kv, KVStore):
-                caches = [kv.read(one, len(known.tokens) - 1, at) for at in head.sources]
-            found[one] = head.block(known.tokens[-1], head.states(known.read(lacks)), caches, count)
+            read = caches or kv.last_kv(one, len(known.tokens) - 1)
+            found[one] = head.block(known.tokens[-1], head.states(known.read(lacks)), read, count)
             known.held = len(known.tokens)
         if not found:
             return None

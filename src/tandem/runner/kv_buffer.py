@@ -42,6 +42,8 @@ class KVBufferLayer:
         self._attention = attention
         self._groups = groups
         self._window = window
+        self.kind = "sliding_attention" if window else "full_attention"
+        """Kind of the layer, in config.json's words."""
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
         """True on CUDA, where attention with several positions per row reads the whole buffer, masked. Otherwise cuDNN plans

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from tandem.checkpoints.config import read_config
@@ -25,10 +25,9 @@ from tandem.loading.stage import Apart, CacheBytes, StageModel
 from tandem.loading.text_tower import import_lazily
 from tandem.loading.weights import PartLoader, Weights, load_file, one_line, open_weights
 from tandem.models.description import describe, part_of_tensor
-from tandem.models.draft_heads import READERS, DraftHead, part_name
+from tandem.models.draft_heads import DraftHead, part_name, read_head
 from tandem.models.families.table import family_of
 from tandem.models.mtp import Paths
-from tandem.models.sources import require_mlx_vlm
 
 
 class Eagle3Head:
@@ -97,12 +96,6 @@ class DFlashHead(Eagle3Head):
 class AssistantHead(DFlashHead):
     """Draft head without caches: it reads the model's keys and values, for one sequence at a time. Not thread-safe."""
 
-    @cached_property
-    def sources(self) -> dict[int, str]:
-        """Numbers of the model's last cache without a window, and of its last with one, and kinds of their layers."""
-        found = {type(cache) is RotatingKVCache: at for at, cache in enumerate(self._target.make_caches())}
-        return {found[False]: "full_attention", found[True]: "sliding_attention"}
-
     def make_caches(self) -> list[Cache]:
         """Return no caches."""
         return []
@@ -115,82 +108,49 @@ class AssistantHead(DFlashHead):
         """Return the states: nothing of a prompt is kept."""
         return states
 
-    def block(self, token: int, states: mx.array, caches: Sequence[Any], count: int) -> mx.array:
-        """Return int32 [1, count]: the likeliest tokens after `token`. `caches`: keys and values of the layers in `sources`."""
-        length = caches[0][0].shape[2]
-        self._model.set_shared_kv(dict(zip(self.sources.values(), caches, strict=True)), length, length - 1)
-        pick = partial(mx.argmax, axis=-1)
-        found: mx.array = self._model.draft_block(token, states[:, -1:], None, count + 1, pick, greedy=True)
+    def block(self, token: int, states: mx.array, caches: Any, count: int) -> mx.array:
+        """Return int32 [1, count]: the likeliest tokens after `token`. `caches`: keys and values by kind of the layer."""
+        length = caches["full_attention"][0].shape[2]
+        self._model.set_shared_kv(caches, length, length - 1)
+        found = super().block(token, states[:, -1:], (), count)
         self._model.set_shared_kv({}, 0)
-        return found.astype(mx.int32)
+        return found
 
 
-def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
-    """Load the head in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
+def load_head(kind: str, files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
+    """Load the head of this kind in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
 
-    The model's embedding is loaded whole where the head has none, and the stage lacks it; with `dequantize` it is expanded.
+    The model's embedding, for a DFlash head its output projection too, is loaded whole where the head has none, and the stage
+    lacks it or has a part; with `dequantize` it is expanded.
     """
     model = describe(target)
-    head = READERS["eagle3"](files, model)
-    built = _build(files, "EAGLE-3", "eagle3.eagle3", lambda theirs: _eagle3(theirs, head))
-    stored = {part_name(name): array for name, array in _stored(files).items()}
-    kept = stored.pop("t2d", mx.ones(model.vocab_size))
-    weights: Weights = built.sanitize(stored)
-    shares = not head.description.embed_bytes
-    built.embed_tokens = None if shares else built.embed_tokens
-    ids, offsets = mx.arange(built.draft_vocab_size), weights.pop("d2t", mx.array(0))
+    head = read_head(kind, files, model)
+    built, stored = _build(files, head), _stored(files)
+    if kind == "eagle3":
+        stored = {part_name(name): array for name, array in stored.items()}
+    kept, weights = stored.pop("t2d", mx.ones(model.vocab_size)), built.sanitize(stored)
+    shares, offsets = not head.description.embed_bytes, weights.pop("d2t", mx.array(0))
+    if kind == "eagle3" and shares:
+        built.embed_tokens = None
     loaded = _load_parts(files, built, weights, stage)
-    if built.d2t is not None:
-        built.d2t, ids = offsets, ids + offsets
+    if kind == "eagle3" and built.d2t is not None:
+        built.d2t, ids = offsets, mx.arange(built.draft_vocab_size) + offsets
         if not mx.all((ids >= 0) & (ids < model.vocab_size) & (kept[mx.clip(ids, 0, model.vocab_size - 1)] > 0)).item():
             raise BrokenModel(
                 f"--draft-model {files.name}: d2t does not map its tokens to those of the model in t2d", param="draft_model"
             )
     if shares:
         built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
-    return Eagle3Head(built, _arrays(loaded), head, stage)
-
-
-def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> DFlashHead:
-    """Load the head in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
-
-    The model's embedding and output projection are loaded whole where the stage lacks them, or has a part; with `dequantize`
-    they are expanded.
-    """
-    model = describe(target)
-    head = READERS["dflash"](files, model)
-    built = _build(
-        files, "DFlash", "qwen3_dflash.dflash", lambda theirs: theirs.DFlashDraftModel(theirs.DFlashConfig.from_dict(head.config))
-    )
-    loaded = _load_parts(files, built, built.sanitize(_stored(files)), stage)
-    built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
-    built.lm_head = built.embed_tokens.as_linear
-    if not model.tied_head:
-        built.lm_head = model_part("head", target, stage, loaded, dequantize=dequantize)
-    built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
-    mx.eval(built._fused_context_kv_weight)
-    return DFlashHead(built, [*_arrays(loaded), built._fused_context_kv_weight], head, stage)
-
-
-def load_assistant(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> AssistantHead:
-    """Load the assistant in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
-
-    The model's embedding is loaded whole where the stage lacks it; with `dequantize` it is expanded.
-    """
-    model = describe(target)
-    head = READERS["mtp"](files, model)
-    built = _build(
-        files, "assistant", "gemma4_assistant.gemma4_assistant",
-        lambda theirs: theirs.Gemma4AssistantDraftModel(theirs.Gemma4AssistantConfig.from_dict(head.config)),
-    )  # fmt: skip
-    loaded = _load_parts(files, built, built.sanitize(_stored(files)), stage)
-    embedding = model_part("embed", target, stage, loaded, dequantize=dequantize)
-    built.bind(SimpleNamespace(embed_tokens=embedding, embed_scale=model.hidden_size**0.5))
-    return AssistantHead(built, _arrays(loaded), head, stage)
-
-
-LOADERS = {"eagle3": load_eagle3, "dflash": load_dflash, "mtp": load_assistant}
-"""Kind of head -> function that loads it."""
+    own = _arrays(loaded)
+    if kind == "dflash":
+        tied = model.tied_head
+        built.lm_head = built.embed_tokens.as_linear if tied else model_part("head", target, stage, loaded, dequantize=dequantize)
+        built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
+        mx.eval(built._fused_context_kv_weight)
+        own = [*_arrays(loaded), built._fused_context_kv_weight]
+    if kind == "mtp":
+        built.bind(SimpleNamespace(embed_tokens=built.embed_tokens, embed_scale=model.hidden_size**0.5))
+    return _KINDS[kind][0](built, own, head, stage)
 
 
 def _stored(files: ModelFiles) -> Weights:
@@ -235,22 +195,26 @@ def _loader(stage: StageModel, **options: Any) -> PartLoader:
     return PartLoader(dtype=stage.dtype, **options)
 
 
-def _build(files: ModelFiles, kind: str, module: str, make: Callable[[Any], Any]) -> Any:
-    """Build mlx-vlm's model of a head by `make`, which gets mlx-vlm's module, with random weights, which stay lazy."""
-    require_mlx_vlm(f"{kind} heads are computed")
+def _build(files: ModelFiles, head: DraftHead) -> Any:
+    """Build mlx-vlm's model of a head with random weights, which stay lazy."""
     import_lazily()
+    _, module, config, name = _KINDS[head.kind]
     try:
-        return make(importlib.import_module(f"mlx_vlm.speculative.drafters.{module}"))
+        theirs = importlib.import_module(f"mlx_vlm.speculative.drafters.{module}")
+        built = getattr(theirs, name)(getattr(theirs, config).from_dict(head.config))
     except FAILURES as error:
-        raise BrokenModel(f"{files.path}/config.json: describes no {kind} head that mlx-vlm builds: {one_line(error)}") from error
-
-
-def _eagle3(theirs: Any, head: DraftHead) -> Any:
-    """Build mlx-vlm's model of an EAGLE-3 head."""
-    config = theirs.Eagle3Config.from_dict(head.config)
-    built, text = theirs.Eagle3DraftModel(config), head.config["transformer_layer_config"]
+        raise BrokenModel(f"{files.path}/config.json: describes no head that mlx-vlm builds: {one_line(error)}") from error
+    text = head.config.get("transformer_layer_config", {})
     rope = text.get("rope_scaling") or text.get("rope_parameters")
-    own = config.transformer_layer_config
     for layer in built.layers if rope else ():  # theirs reads the base alone
+        own = built.config.transformer_layer_config
         layer.self_attn.rope = initialize_rope(own.head_dim, own.rope_theta, False, rope, own.max_position_embeddings)
     return built
+
+
+_KINDS = {
+    "eagle3": (Eagle3Head, "eagle3.eagle3", "Eagle3Config", "Eagle3DraftModel"),
+    "dflash": (DFlashHead, "qwen3_dflash.dflash", "DFlashConfig", "DFlashDraftModel"),
+    "mtp": (AssistantHead, "gemma4_assistant.gemma4_assistant", "Gemma4AssistantConfig", "Gemma4AssistantDraftModel"),
+}
+"""Kind of head -> its class, and mlx-vlm's module, config and model."""
