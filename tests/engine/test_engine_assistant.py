@@ -166,7 +166,8 @@ def test_drafts_are_those_that_mlx_vlm_makes_after_prefix_hits_and_a_restart_too
     ("changes", "words"),
     [
         ({"config": {"backbone_hidden_size": 128}}, "its backbone_hidden_size is 128, and the model's hidden size is 64"),
-        ({"config": {"text_config": {}}}, "config.json: layer_types is missing"),
+        ({"config": {"text_config": {"vocab_size": VOCAB}}}, "config.json: layer_types is missing"),
+        ({"config": {"text_config": {"vocab_size": VOCAB, "layer_types": KINDS * 2}}}, "has 3 layers, and layer_types of its"),
         ({"config": {"model_type": "gemma4"}}, "is no assistant head, as its config.json tells"),
         ({"model__embed_tokens__weight": mx.zeros((640, 32))}, "has a vocabulary of 640 tokens, and the model's has 512"),
         ({"model__layers__2__mlp__up_proj__weight": None}, "weight layers.2.mlp.up_proj.weight is missing"),

@@ -32,8 +32,9 @@ FAMILIES |= dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), ("assista
 """Types of models whose heads are read -> kinds of heads."""
 _STATES = 3
 """Layers whose outputs a head reads."""
-_LAYER = ("layers.0.self_attn.k_proj", "layers.0.input_layernorm")
-_ASSISTANT_LAYER = ("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_LAYER = [f"layers.{{}}.{part}_proj" for part in ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")]
+"""Weights of each layer, whose number stands in the braces."""
+_WITH_KEYS = [*_LAYER, "layers.{}.self_attn.k_proj", "layers.{}.input_layernorm"]
 _EMBEDDING, _HEAD, _KEYS = "embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.k_proj.weight"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -72,15 +73,23 @@ def read_head(kind: str, files: ModelFiles, model: ModelDescription) -> DraftHea
     label, needed, read = _KINDS[kind]
     families = [name for name, labels in FAMILIES.items() if label in labels]
     with (config := Watched(read_config(files.path), files.path)).named():
-        missing = [name for name in needed if f"{name}.weight" not in tensors]
+        nested = config.get("transformer_layer_config") or config.get("text_config")
+        text = nested if isinstance(nested, dict) else config
+        names = [name.format(i) for name in needed for i in range(_layers(tensors) if "{" in name else 1)]
+        missing = [name for name in names if f"{name}.weight" not in tensors]
+        rows = [text.get("vocab_size"), *(tensors[name].shape[0] for name in (_EMBEDDING, "t2d") if name in tensors)]
         if model.family not in families:
             head: DraftHead | str = f"{label} heads for {model.family} are not read, those for {' and '.join(families)} are"
         elif head_kind(config) != kind:
             head = f"is no {label} head, as its config.json tells"
         elif any(name.endswith(".scales") for name in tensors):
             head = "is quantised, and heads are read as bfloat16, float16 or float32"
+        elif missing:
+            head = f"weight {missing[0]}.weight is missing"
+        elif others := [count for count in rows if count != model.vocab_size]:
+            head = f"has a vocabulary of {others[0]} tokens, and the model's has {model.vocab_size}"
         else:
-            head = f"weight {missing[0]}.weight is missing" if missing else read(config, tensors, model)
+            head = read(config, text, tensors, model)
     if isinstance(head, DraftHead):
         return head
     message = f"--draft-model {files.name}: {head}; name a head that was made for this model, or another --speculative-method"
@@ -92,9 +101,14 @@ def describe_draft(files: ModelFiles, spec: StageSpec, model: ModelDescription) 
     return read_head(spec.head, files, model).description if spec.head else describe(files)
 
 
+def _layers(tensors: Tensors) -> int:
+    """Return the number of a head's layers."""
+    return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+
+
 def _as_model(tensors: Tensors, own: int, model: ModelDescription, embed_bytes: int = 0) -> ModelDescription:
     """Return the description of a head as a draft model, whose layers have `own` bytes of weights."""
-    count, keys = len({name.split(".")[1] for name in tensors if name.startswith("layers.")}), tensors.get(_KEYS)
+    count, keys = _layers(tensors), tensors.get(_KEYS)
     return replace(
         model, num_layers=count, layer_bytes=(own, *[0] * (count - 1)), whole_bytes=(), head_bytes=0, embed_bytes=embed_bytes,
         token_elements=2 * keys.shape[0] if keys else 0, num_kv_heads=0, state_elements=0, kv_groups=(),
@@ -102,10 +116,9 @@ def _as_model(tensors: Tensors, own: int, model: ModelDescription, embed_bytes: 
     )  # fmt: skip
 
 
-def _eagle3(config: JsonObject, tensors: Tensors, model: ModelDescription) -> DraftHead | str:
+def _eagle3(config: JsonObject, text: JsonObject, tensors: Tensors, model: ModelDescription) -> DraftHead | str:
     """Return an EAGLE-3 head, or why it does not fit the model."""
-    nested = config.get("transformer_layer_config")
-    text, shapes = nested if isinstance(nested, dict) else config, {name: info.shape for name, info in tensors.items()}
+    shapes = {name: info.shape for name, info in tensors.items()}
     speculators = config.get("speculators_config")
     base = speculators.get("verifier") if isinstance(speculators, dict) else None
     bases = base.get("architectures") if isinstance(base, dict) else None
@@ -116,9 +129,6 @@ def _eagle3(config: JsonObject, tensors: Tensors, model: ModelDescription) -> Dr
         return f"its fc.weight has shape {fc}, where {_STATES} hidden states of the model make {wanted}"
     if _EMBEDDING not in shapes and hidden != model.hidden_size:
         return f"has no embedding, and its hidden size is {hidden} where the model's is {model.hidden_size}"
-    rows = [text.get("vocab_size"), *(shapes[name][0] for name in (_EMBEDDING, "t2d") if name in shapes)]
-    if others := [count for count in rows if count != model.vocab_size]:
-        return f"has a vocabulary of {others[0]} tokens, and the model's has {model.vocab_size}"
     vocabulary = shapes.get(_HEAD, (model.vocab_size,))[0]
     if vocabulary != model.vocab_size and shapes.get("d2t") != (vocabulary,):
         return f"has {vocabulary} tokens of its own, and no map d2t of as many to the model's"
@@ -136,7 +146,7 @@ def _eagle3(config: JsonObject, tensors: Tensors, model: ModelDescription) -> Dr
     return DraftHead("eagle3", config | entries, layers, description)
 
 
-def _dflash(config: JsonObject, tensors: Tensors, model: ModelDescription) -> DraftHead | str:
+def _dflash(config: JsonObject, _: JsonObject, tensors: Tensors, model: ModelDescription) -> DraftHead | str:
     """Return a DFlash head, or why it does not fit the model."""
     nested = config.get("dflash_config")
     entries = {**config, **nested} if isinstance(nested, dict) else config
@@ -150,8 +160,6 @@ def _dflash(config: JsonObject, tensors: Tensors, model: ModelDescription) -> Dr
         return f"reads the layers {layers}, and must read some in order of the model's {model.num_layers}"
     if (fc := tensors["fc.weight"].shape) != (wanted := (model.hidden_size, len(layers) * model.hidden_size)):
         return f"its fc.weight has shape {fc}, where {len(layers)} hidden states of the model make {wanted}"
-    if (vocabulary := entries.get("vocab_size")) != model.vocab_size:
-        return f"has a vocabulary of {vocabulary} tokens, and the model's has {model.vocab_size}"
     if (mask := entries.get("mask_token_id")) not in range(model.vocab_size):
         return f"has mask_token_id {mask}, which is none of the model's {model.vocab_size} tokens"
     if entries.get("draft_window_size") or "sliding_attention" in str(entries.get("layer_types")):
@@ -161,29 +169,24 @@ def _dflash(config: JsonObject, tensors: Tensors, model: ModelDescription) -> Dr
     return DraftHead("dflash", {**config, "num_hidden_layers": description.num_layers}, layers, description)
 
 
-def _assistant(config: JsonObject, tensors: Tensors, model: ModelDescription) -> DraftHead | str:
+def _assistant(config: JsonObject, text: JsonObject, tensors: Tensors, model: ModelDescription) -> DraftHead | str:
     """Return a Gemma 4 model's assistant, or why it does not fit the model."""
-    text: JsonObject = {"num_key_value_heads": 1, "head_dim": 256, **config["text_config"]}
-    kinds = text["layer_types"]
-    needed = [f"layers.{i}.{name}.weight" for i in range(len(kinds)) for name in _ASSISTANT_LAYER]
-    if missing := [name for name in needed if name not in tensors]:
-        return f"weight {missing[0]} is missing"
+    if (count := _layers(tensors)) != len(kinds := text["layer_types"]):
+        return f"has {count} layers, and layer_types of its config.json describes {len(kinds)}"
     if (width := config.get("backbone_hidden_size")) != model.hidden_size:
         return f"its backbone_hidden_size is {width}, and the model's hidden size is {model.hidden_size}"
-    if (rows := tensors[_EMBEDDING].shape[0]) != model.vocab_size:
-        return f"has a vocabulary of {rows} tokens, and the model's has {model.vocab_size}"
     sources = {("full" if group else "sliding") + "_attention": i for i, (group, some) in enumerate(model.kv_groups) if some}
-    plain, entries = 2 * text["num_key_value_heads"] * text["head_dim"], {"model_type": "gemma4_text", "num_kv_shared_layers": 0}
-    found = [int(one.position) for one in layer_caches({**text, **entries}, len(kinds), plain)]
+    entries = {"num_key_value_heads": 1, "head_dim": 256, **text, "model_type": "gemma4_text", "num_kv_shared_layers": 0}
+    found = [int(one.position) for one in layer_caches(entries, count, 2 * entries["num_key_value_heads"] * entries["head_dim"])]
     if found != (wanted := [int(model.kv_groups[sources[kind]][1]) if kind in sources else 0 for kind in kinds]):
         return f"its layers read {found} elements of keys and values a token, and the model has {wanted}"
     own = sum(one.nbytes for one in tensors.values())
     return DraftHead("mtp", config, tuple(sources.values()), _as_model(tensors, own, model))
 
 
-_KINDS: dict[str, tuple[str, tuple[str, ...], Callable[[JsonObject, Tensors, ModelDescription], DraftHead | str]]] = {
-    "eagle3": ("EAGLE-3", ("fc", "norm", *_LAYER, "layers.0.hidden_norm"), _eagle3),
-    "dflash": ("DFlash", ("fc", "norm", *_LAYER, "hidden_norm"), _dflash),
-    "mtp": ("assistant", ("pre_projection", "post_projection", "embed_tokens", "norm"), _assistant),
+_KINDS: dict[str, tuple[str, list[str], Callable[[JsonObject, JsonObject, Tensors, ModelDescription], DraftHead | str]]] = {
+    "eagle3": ("EAGLE-3", ["fc", "norm", "layers.0.hidden_norm", *_WITH_KEYS], _eagle3),
+    "dflash": ("DFlash", ["fc", "norm", "hidden_norm", *_WITH_KEYS], _dflash),
+    "mtp": ("assistant", ["pre_projection", "post_projection", "embed_tokens", "norm", *_LAYER], _assistant),
 }
 """Kind of head -> its name, weights that it must have, and the function that reads it."""

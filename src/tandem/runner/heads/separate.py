@@ -101,8 +101,8 @@ class AssistantHead(DFlashHead):
         return []
 
     def states(self, hidden: mx.array) -> mx.array:
-        """Return the model's hidden states [B, L, H] after its last norm."""
-        return self._target.final(hidden)
+        """Return the model's hidden states [B, 1, H] at the last position, after its last norm."""
+        return self._target.final(hidden[:, -1:])
 
     def join(self, tokens: mx.array, states: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
         """Return the states: nothing of a prompt is kept."""
@@ -112,7 +112,7 @@ class AssistantHead(DFlashHead):
         """Return int32 [1, count]: the likeliest tokens after `token`. `caches`: keys and values by kind of the layer."""
         length = caches["full_attention"][0].shape[2]
         self._model.set_shared_kv(caches, length, length - 1)
-        found = super().block(token, states[:, -1:], (), count)
+        found = super().block(token, states, (), count)
         self._model.set_shared_kv({}, 0)
         return found
 
@@ -198,10 +198,10 @@ def _loader(stage: StageModel, **options: Any) -> PartLoader:
 def _build(files: ModelFiles, head: DraftHead) -> Any:
     """Build mlx-vlm's model of a head with random weights, which stay lazy."""
     import_lazily()
-    _, module, config, name = _KINDS[head.kind]
+    _, module, name = _KINDS[head.kind]
     try:
         theirs = importlib.import_module(f"mlx_vlm.speculative.drafters.{module}")
-        built = getattr(theirs, name)(getattr(theirs, config).from_dict(head.config))
+        built = getattr(theirs, f"{name}DraftModel")(getattr(theirs, f"{name}Config").from_dict(head.config))
     except FAILURES as error:
         raise BrokenModel(f"{files.path}/config.json: describes no head that mlx-vlm builds: {one_line(error)}") from error
     text = head.config.get("transformer_layer_config", {})
@@ -213,8 +213,8 @@ def _build(files: ModelFiles, head: DraftHead) -> Any:
 
 
 _KINDS = {
-    "eagle3": (Eagle3Head, "eagle3.eagle3", "Eagle3Config", "Eagle3DraftModel"),
-    "dflash": (DFlashHead, "qwen3_dflash.dflash", "DFlashConfig", "DFlashDraftModel"),
-    "mtp": (AssistantHead, "gemma4_assistant.gemma4_assistant", "Gemma4AssistantConfig", "Gemma4AssistantDraftModel"),
+    "eagle3": (Eagle3Head, "eagle3.eagle3", "Eagle3"),
+    "dflash": (DFlashHead, "qwen3_dflash.dflash", "DFlash"),
+    "mtp": (AssistantHead, "gemma4_assistant.gemma4_assistant", "Gemma4Assistant"),
 }
-"""Kind of head -> its class, and mlx-vlm's module, config and model."""
+"""Kind of head -> its class, mlx-vlm's module, and the beginning of its classes' names there."""
