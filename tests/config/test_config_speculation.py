@@ -45,7 +45,7 @@ def test_auto_is_a_draft_model_where_one_is_named_or_the_models_head() -> None:
         ({"prompt_lookup_min": "6"}, "6 is more than the 5 of --prompt-lookup-max; lower it"),
         ({"speculative_method": "draft_model"}, "needs --draft-model MODEL"),
         ({"speculative_method": "ngram", "draft_model": "small"}, "is not used by --speculative-method ngram"),
-        ({"speculative_config": '{"method": "mtp", "model": "a"}'}, "is not used by --speculative-method mtp"),
+        ({"speculative_config": '{"method": "none", "model": "a"}'}, "is not used by --speculative-method none"),
     ],
 )
 def test_nonsense_is_refused_by_name(flags: dict[str, str], words: str) -> None:

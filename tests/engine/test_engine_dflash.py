@@ -159,5 +159,5 @@ def test_heads_are_refused_with_other_models_and_methods(tmp_path: Path) -> None
     head = dflash(other)
     with pytest.raises(ModelError, match="DFlash heads for llama are not read, those for qwen3 are"):
         LLM(str(other), **drafting("dflash", head))
-    with pytest.raises(ConfigError, match="is a DFlash head; add --speculative-method dflash"):
+    with pytest.raises(ConfigError, match="is a draft head; add --speculative-method dflash"):
         LLM(str(other), draft_model=str(head))

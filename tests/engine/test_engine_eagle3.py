@@ -20,9 +20,9 @@ from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, ModelError
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
-from tandem.models.draft_heads import read_eagle3
+from tandem.models.draft_heads import read_head
 from tandem.models.sources import has_mlx_vlm
-from tandem.runner.heads.separate import load_eagle3
+from tandem.runner.heads.separate import load_head
 from tandem.testing import tiny_model
 
 pytestmark = [
@@ -149,8 +149,8 @@ def test_drafts_are_those_that_mlx_vlm_makes(tmp_path: Path) -> None:
     files, path = resolve(str(model)), eagle3(model)
     description, own_files = describe(files), resolve(str(path))
     stage = load_stage(files, description, range(4), dtype="float32")
-    stage.capture(read_eagle3(own_files, description).layers)
-    head, embedding = load_eagle3(own_files, files, stage, dequantize=False), stage.modules["model.embed_tokens"]
+    stage.capture(read_head("eagle3", own_files, description).layers)
+    head, embedding = load_head("eagle3", own_files, files, stage, dequantize=False), stage.modules["model.embed_tokens"]
 
     config = json.loads((path / "config.json").read_text())
     words = {"model_type": "eagle3", "transformer_layer_config": config, "target_hidden_size": WIDTH}
@@ -200,7 +200,7 @@ def test_drafts_are_those_that_mlx_vlm_makes(tmp_path: Path) -> None:
         ({"config": {"speculators_config": {"verifier": {"architectures": ["Qwen3"]}}}}, "was made for Qwen3, and"),
         ({"config": {"eagle_config": {}}}, "reads the layers (1, 1, 0), and must read 3 in order of the model's 4"),
         ({"config": {"eagle_aux_hidden_state_layer_ids": ["a"], "eagle_config": None}}, "reads the layers (), and must read 3"),
-        ({"config": {"architectures": ["LlamaForCausalLM"]}}, "is no EAGLE-3 head, as its config.json does not name eagle3"),
+        ({"config": {"architectures": ["LlamaForCausalLM"]}}, "is no EAGLE-3 head, as its config.json tells"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -216,7 +216,7 @@ def test_heads_are_refused_with_other_models_methods_and_tokenizers(tmp_path: Pa
     head = eagle3(model)
     with pytest.raises(ModelError, match="heads for qwen2 are not read, those for llama and qwen3 are"):
         LLM(str(other), **drafting("eagle3", head))
-    with pytest.raises(ConfigError, match="is an EAGLE-3 head; add --speculative-method eagle3"):
+    with pytest.raises(ConfigError, match="is a draft head; add --speculative-method eagle3"):
         LLM(str(model), draft_model=str(head))
     with pytest.raises(ConfigError, match="needs --draft-model MODEL, the head's directory"):
         LLM(str(model), speculative_method="eagle3")

@@ -226,5 +226,5 @@ def test_a_head_is_refused_where_none_is_read(tmp_path: Path) -> None:
     (assistant := tmp_path / "assistant").mkdir()
     (assistant / "config.json").write_text('{"model_type": "gemma4_assistant", "backbone_hidden_size": 64}')
     mx.save_safetensors(str(assistant / "model.safetensors"), {"pre_projection.weight": mx.zeros((32, 128))})
-    with pytest.raises(ConfigError, match="is a gemma4_assistant, which guesses from the model's own keys and values"):
+    with pytest.raises(ConfigError, match="is a draft head; add --speculative-method mtp"):
         LLM(str(tiny_model(tmp_path / "b", "gemma4")), draft_model=str(assistant))

@@ -259,6 +259,29 @@ def test_drafts_that_are_cut_off_again_leave_no_trace(
             store.join("b", caches)
 
 
+def test_keys_and_values_are_read_without_drafts_that_were_cut_off(model: Any) -> None:
+    store, rng = KVStore(model.make_cache, drafts=3), random.Random(4)
+    for name, length in (("a", 2), ("b", WINDOW + 3)):
+        store.join(name, prefilled(model, [rng.randrange(VOCAB) for _ in range(length)]))
+    for _ in range(9):
+        model(mx.array([[rng.randrange(VOCAB) for _ in range(4)] for _ in "ab"]), cache=store.batch([4, 4]))
+        for name in "ab":
+            length = store.length(name) - rng.randint(1, 3)
+            found = store.last_kv(name, length)
+            mx.eval(found)
+            store.cut(name, length)
+            expected: dict[str, list[mx.array]] = {}
+            for cache in store.extract(name):
+                parts = cache.state[:2]
+                if isinstance(cache, GroupedKVCache):
+                    parts = [mx.dequantize(*part, group_size=cache.group_size, bits=cache.bits) for part in parts]
+                elif isinstance(cache, RotatingKVCache):
+                    parts = [part[:, :, -WINDOW:] for part in parts]
+                expected["sliding_attention" if isinstance(cache, RotatingKVCache) else "full_attention"] = parts
+            assert found.keys() == expected.keys()
+            assert all(map(mx.array_equal, sum(found.values(), []), sum(map(list, expected.values()), [])))
+
+
 def test_cuts_and_counts_that_no_drafts_explain_are_refused() -> None:
     store = KVStore(lambda: [KVCache()], drafts=2)
     cache = KVCache()

@@ -247,11 +247,11 @@ class SpeculationSettings:
 
     speculative_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle3", "dflash"] = "auto"
     """How tokens are guessed. ngram: what followed earlier in the same prompt and answer; draft_model: by a small
-    model; mtp: by the draft head that the checkpoint carries; eagle3, dflash: by a head of that kind. Answers stay what they are
-    without it, and where it does not pay it stops by itself (docs/speculation.md). auto: draft_model if one is named,
-    else mtp if there is a head, else none."""
+    model; mtp: by the draft head that the checkpoint carries, or by Gemma 4's assistant; eagle3, dflash: by a head of that
+    kind. Answers stay what they are without it, and where it does not pay it stops by itself (docs/speculation.md). auto:
+    draft_model if one is named, else mtp if there is a head, else none."""
     draft_model: Filled | None = None
-    """Path or hub id of a small model, or of an EAGLE-3 or DFlash head; the rank that samples loads all of it."""
+    """Path or hub id of a small model, or of a draft head with a directory of its own; the rank that samples loads all of it."""
     num_speculative_tokens: Drafts = 5
     """Most tokens that are guessed for a sequence at once."""
     prompt_lookup_max: Lookup = 5

@@ -56,7 +56,7 @@ def _resolved(settings: SpeculationSettings, head: bool) -> SpeculationSettings:
     named |= dict.fromkeys(("eagle3", "dflash"), "the head's directory or hub id")
     if method in named and not model:
         raise ConfigError(f"--speculative-method {method}: needs --draft-model MODEL, {named[method]}", param="draft_model")
-    if model and method not in named:
+    if model and method not in (*named, "mtp"):
         raise ConfigError(
             f"--draft-model {model}: is not used by --speculative-method {method}; leave one out", param="draft_model"
         )

@@ -28,14 +28,13 @@ from tandem.launchers.host_addresses import role_of, stage_memory, told_memory, 
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import adapter_elements, adapter_spec, read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.draft_heads import is_dflash, is_eagle3, read_dflash, read_eagle3
+from tandem.models.draft_heads import DraftHead, head_kind, read_head
 from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable
 from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
-from tandem.models.sources import require_mlx_vlm
 from tandem.planner.profile import Profile, read_profile
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.keys import ClusterKeys
@@ -93,6 +92,15 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         files = resolve(model.model, revision=model.revision)
     _note_senses(files.name, description)
     sizes = stage_sizes(parallel)
+    draft, head = _find_draft_model(settings, files, description)
+    if head and head.kind == "mtp":  # the rank that samples must have both layers whose keys and values it reads, whole
+        if sizes[-1] > 1:
+            raise LayoutError(
+                f"--draft-model: the assistant reads keys and values of all heads, of which each of the last stage's {sizes[-1]} "
+                "ranks has a part; give that stage one rank, as --pipeline-parallel-size does",
+                param="draft_model",
+            )
+        description = replace(description, uncut=description.uncut | {*range(min(head.layers) + 1, description.num_layers)})
     ranges = split_layers(
         description.num_layers,
         len(sizes),
@@ -129,11 +137,10 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     drafts, mtp = _drafts(settings, files, description)
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
-    draft, captured = _find_draft_model(settings, files, description)
-    _check_role(parallel, None if captured else draft)
+    _check_role(parallel, None if head else draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
-    dflash = draft is not None and bool(captured) and is_dflash(read_config(draft.path))
-    specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured, dflash=dflash) for spec in specs)
+    captured = head.layers if head and head.kind != "mtp" else ()
+    specs = tuple(structs.replace(spec, mtp=mtp, captured_layers=captured, head=head.kind if head else "") for spec in specs)
     if captured:
         description = replace(description, payload_elements=(1 + len(captured)) * description.hidden_size)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
@@ -375,35 +382,35 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
     chosen = without.speculative_method == "mtp"
     if not chosen and (not description.mtp_bytes or description.no_drafts):
         speculation = without
-    if speculation.speculative_method == "mtp":
+    own = speculation.speculative_method == "mtp" and not speculation.draft_model
+    if own:
         try:
             require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
         except ModelError as error:
             if chosen:
                 raise
             log.warning("The draft head is not used; tokens are decoded without guesses: %s", error)
-            speculation = without
+            speculation, own = without, False
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
     if drafts and description.no_drafts:
         raise ConfigError(
             f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
             param="speculative_method",
         )
-    return drafts, speculation.speculative_method == "mtp"
+    return drafts, own
 
 
 def _find_draft_model(
     settings: Settings, files: ModelFiles, description: ModelDescription
-) -> tuple[ModelFiles | None, tuple[int, ...]]:
-    """Return the draft model or head that the settings name, and the layers whose outputs a head reads; (None, ())
-    without one.
+) -> tuple[ModelFiles | None, DraftHead | None]:
+    """Return the files of the draft model or head that the settings name, and the head; None without one.
 
     Raises ConfigError if its tokens differ from those of the model in `files`, ModelError if the model is unusable.
     """
     chosen = with_speculative_config(settings.speculation)
-    name, captured = chosen.draft_model, tuple[int, ...]()
+    name, head = chosen.draft_model, None
     if not name:
-        return None, captured
+        return None, head
     if settings.model.weights_from == "head":
         raise ConfigError(
             f"--draft-model {name}: is read from the machine of the rank that samples, which "
@@ -411,23 +418,15 @@ def _find_draft_model(
             param="draft_model",
         )
     draft = resolve(name)
-    if chosen.speculative_method in ("eagle3", "dflash"):
-        require_mlx_vlm("EAGLE-3 and DFlash heads are computed")
-        captured = (read_eagle3 if chosen.speculative_method == "eagle3" else read_dflash)(draft, description).layers
+    if chosen.speculative_method != "draft_model":
+        head = read_head(chosen.speculative_method, draft, description)
         if not (draft.path / "tokenizer.json").is_file():  # most heads have none: their vocabulary is the model's
-            return draft, captured
-    elif is_eagle3(config := read_config(draft.path)) or is_dflash(config):
-        kind, method = ("an EAGLE-3", "eagle3") if is_eagle3(config) else ("a DFlash", "dflash")
-        raise ConfigError(f"--draft-model {name}: is {kind} head; add --speculative-method {method}", param="draft_model")
-    elif str(config.get("model_type")).endswith("_assistant"):
-        raise ConfigError(
-            f"--draft-model {name}: is a {config['model_type']}, which guesses from the model's own keys and values, and is not "
-            "supported; name a small model with the same tokenizer",
-            param="draft_model",
-        )
+            return draft, head
+    elif kind := head_kind(read_config(draft.path)):
+        raise ConfigError(f"--draft-model {name}: is a draft head; add --speculative-method {kind}", param="draft_model")
     ours = load_tokenizer(files, trust_remote_code=settings.model.trust_remote_code)
     theirs = load_tokenizer(draft, trust_remote_code=settings.model.trust_remote_code)
-    for token in range(description.vocab_size if captured else max(description.vocab_size, describe(draft).vocab_size)):
+    for token in range(description.vocab_size if head else max(description.vocab_size, describe(draft).vocab_size)):
         mine, other = ours.token_bytes(token), theirs.token_bytes(token)
         if mine != other:
             raise ConfigError(
@@ -435,4 +434,4 @@ def _find_draft_model(
                 f"{other!r} there and {mine!r} here; choose a smaller model of the same family",
                 param="draft_model",
             )
-    return draft, captured
+    return draft, head

@@ -32,7 +32,7 @@ PROOF = 8192
 def _speculation(layout: RankGroupLayout) -> str:
     """Return the speculation method for `/model/info`, as it is named in the settings; `off` with the reason."""
     if layout.ranks[0].has_head:
-        return "mtp" if layout.ranks[0].mtp else "dflash" if layout.ranks[0].dflash else "eagle3"
+        return layout.ranks[0].head or "mtp"
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
     return f"off: {layout.description.no_drafts}".removesuffix(": ")

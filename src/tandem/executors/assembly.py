@@ -35,7 +35,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.heads.mtp import load_mtp_head
-from tandem.runner.heads.separate import load_dflash, load_eagle3
+from tandem.runner.heads.separate import load_head
 from tandem.runner.links import StageLink
 from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pictures import Encoder, EncoderProcess, PictureFeatures
@@ -126,10 +126,10 @@ def load_drafter(spec: StageSpec, target: StageModel, model_files: ModelFiles | 
     dequantize = dequantizes(spec.dequantize, gpu=on_gpu())
     if spec.has_head:
         files = model_files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
-        head = _draft_files(spec) if spec.captured_layers else files
+        head = _draft_files(spec) if spec.head else files
         log.info("Loading draft head: %s", head.name)
-        if spec.captured_layers:
-            return drafter((load_dflash if spec.dflash else load_eagle3)(head, files, target, dequantize=dequantize))
+        if spec.head:
+            return drafter(load_head(spec.head, head, files, target, dequantize=dequantize))
         return drafter(load_mtp_head(files, describe(files), target, dequantize=dequantize))
     files = _draft_files(spec)
     description = describe(files)
@@ -164,7 +164,7 @@ def build_runner(
     disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
     drafter = load_drafter(spec, stage, files)
     if disk is not None and drafter is not None and files is not None:
-        one = int(fingerprint(_draft_files(spec).path)[:7], 16) if spec.captured_layers else 0  # heads apart from one another
+        one = int(fingerprint(_draft_files(spec).path)[:7], 16) if spec.head else 0  # heads apart from one another
         layer = describe(files).num_layers
         drafter.keep_on(disk, KVSlice(range(layer, layer + 1), range(one, one + 1)), stage.dtype)
     runner = Runner(

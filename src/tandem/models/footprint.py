@@ -110,9 +110,9 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
         own += int(mtp_stored(description, spec.layers[0], spec.tp_size) * expansion(description, spec.dtype, expand, gpu=gpu))
     if draft is None:
         return own
-    if spec.captured_layers and not draft.embed_bytes:
+    if spec.head and not draft.embed_bytes:
         shared = own_embedding(description, spec.layers[0], spec.tp_size)
-        shared += description.head_bytes if spec.dflash and spec.tp_size > 1 else 0
+        shared += description.head_bytes if spec.head == "dflash" and spec.tp_size > 1 else 0
         own += int(shared * expansion(description, spec.dtype, expand, gpu=gpu))
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
 

@@ -105,8 +105,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Directory of the draft model or head, used by the sampling rank; empty for none."""
     captured_layers: tuple[int, ...] = ()
     """Layers whose outputs travel to the sampling rank, for a head at `draft_path`; empty for another or none."""
-    dflash: bool = False
-    """True if that head is a DFlash one, False for EAGLE-3."""
+    head: str = ""
+    """Kind of head at `draft_path`: `eagle3`, `dflash`, or `mtp` for an assistant; empty for a draft model or none."""
     mtp: bool = False
     """True if the sampling rank loads the draft head that the model carries."""
     trust_remote_code: bool = False
@@ -133,7 +133,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     @property
     def has_head(self) -> bool:
         """True if the sampling rank drafts with a head."""
-        return self.mtp or bool(self.captured_layers)
+        return self.mtp or bool(self.head)
 
     @property
     def share(self) -> float:

@@ -215,9 +215,9 @@ class Drafter:
         """Drop what is kept of a cached prefix, if anything."""
         self._prefixes.pop(key, None)
 
-    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted | None:
+    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int, kv: Any) -> Drafted | None:
         """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step. None if none of them
-        is read so far."""
+        is read so far. `kv`: the model's own store, of the plan's micro-batch."""
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         store, self._room = self._stores[plan.micro_batch], CHUNK
         for request_id, tokens in sampled.items():
@@ -228,7 +228,7 @@ class Drafter:
             known.tried = 0
             known.tokens += [max(token, 0) for token in tokens[: taken + 1]]
         if isinstance(self._head, DFlashHead):
-            return self._guess_blocks(self._head, sampled, count)
+            return self._guess_blocks(self._head, sampled, count, kv)
         ready = {request_id for request_id in sampled if self._catch_up(request_id, store)}
         for request_id in store.ids:
             if request_id not in ready:
@@ -353,7 +353,7 @@ class Drafter:
         dispatch(found)
         return Drafted(ids, found)
 
-    def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int) -> Drafted | None:
+    def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int, kv: Any) -> Drafted | None:
         """Guess a block of tokens for each sequence whose states are known, one after another."""
         found: dict[str, mx.array] = {}
         for one in ids:
@@ -365,7 +365,8 @@ class Drafter:
             known.caches = caches
             for cache in caches:
                 cache.trim(max(int(cache.offset) - known.row_length, 0))
-            found[one] = head.block(known.tokens[-1], head.states(known.read(lacks)), caches, count)
+            read = caches or kv.last_kv(one, len(known.tokens) - 1)
+            found[one] = head.block(known.tokens[-1], head.states(known.read(lacks)), read, count)
             known.held = len(known.tokens)
         if not found:
             return None

@@ -42,6 +42,8 @@ class KVBufferLayer:
         self._attention = attention
         self._groups = groups
         self._window = window
+        self.kind = "sliding_attention" if window else "full_attention"
+        """Kind of the layer, in config.json's words."""
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
         """True on CUDA, where attention with several positions per row reads the whole buffer, masked. Otherwise cuDNN plans
@@ -210,6 +212,15 @@ class KVBufferLayer:
         ring = RotatingKVCache(max_size=self._ring)
         ring.state = (keys, values, length, 0, self._ring, held)
         return ring
+
+    def read(self, row: int, length: int) -> list[mx.array]:
+        """Return keys and values [1, kv_heads, positions, head_dim] of a row's first `length` positions, or of its window there,
+        in order. Without a copy: drop them before the next step."""
+        positions: Any = slice(length)
+        if self._window:
+            positions = mx.arange(max(length - self._window, 0), length) % self._ring
+        parts = [part[row : row + 1, :, positions] for part in self._parts]
+        return parts if self._groups is None else [one.expanded() for one in _pair(parts, self._groups)]
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise AssertionError unless the buffer holds rows for `lengths`, with sufficient capacity."""

@@ -235,6 +235,11 @@ class KVStore(Rows):
         mx.eval([cache.state for cache in caches])  # a lazy slice would make the next write copy the KV buffer
         return caches
 
+    def last_kv(self, request_id: str, length: int) -> dict[str, list[mx.array]]:
+        """Return a row's keys and values in the last layer of each kind, in config.json's words: see `KVBufferLayer.read`."""
+        last = {layer.kind: layer for layer in self._layers if isinstance(layer, KVBufferLayer)}
+        return {kind: layer.read(self._rows[request_id], length) for kind, layer in last.items()}
+
     def check(self) -> None:
         """Raise AssertionError unless the store's invariants hold (for tests)."""
         super().check()

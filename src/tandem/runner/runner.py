@@ -288,7 +288,7 @@ class Runner:
         if pending.produced is None or not pending.ids:
             return None
         values: Any = pending.produced.tolist()
-        return drafter.draft(plan, by_id(pending.ids, values), count)
+        return drafter.draft(plan, by_id(pending.ids, values), count, self._micro_batches[plan.micro_batch].store)
 
     def _passes(self, plan: StepPlan, micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
         """Divide a step's chunks into forward passes, equal on all ranks."""

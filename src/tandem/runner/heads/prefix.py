@@ -59,6 +59,6 @@ def disk_layers(head: MTPHead | Eagle3Head, dtype: mx.Dtype) -> Layers | None:
         CacheMember(0, one, [(array.shape, array.dtype) for _, array in tree_flatten(held.state) if isinstance(array, mx.array)])
         for one, held in zip(members(empty), members(used), strict=True)
     ]
-    if not trimmable(empty) or unsupported(found, dtype):
+    if not empty or not trimmable(empty) or unsupported(found, dtype):
         return None
     return Layers([*kinds_of(empty), KVCache], [*found, ends], 1, 0, dtype, as_bytes=False)

@@ -1,10 +1,11 @@
-"""Draft heads with a directory of their own: EAGLE-3 and DFlash (mlx). Their layers are mlx-vlm's."""
+"""Draft heads with a directory of their own: EAGLE-3, DFlash and Gemma 4's assistant (mlx). Their layers are mlx-vlm's."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,11 +24,10 @@ from tandem.loading.shard_modules import at, put
 from tandem.loading.stage import Apart, CacheBytes, StageModel
 from tandem.loading.text_tower import import_lazily
 from tandem.loading.weights import PartLoader, Weights, load_file, one_line, open_weights
-from tandem.models.description import ModelDescription, describe, part_of_tensor
-from tandem.models.draft_heads import DraftHead, part_name, read_dflash, read_eagle3
+from tandem.models.description import describe, part_of_tensor
+from tandem.models.draft_heads import DraftHead, part_name, read_head
 from tandem.models.families.table import family_of
 from tandem.models.mtp import Paths
-from tandem.models.sources import require_mlx_vlm
 
 
 class Eagle3Head:
@@ -36,10 +36,10 @@ class Eagle3Head:
     one_by_one = ""
     """Empty: sequences of a batch run together."""
 
-    def __init__(self, model: Any, own: Sequence[mx.array], description: ModelDescription, stage: StageModel) -> None:
-        """Store mlx-vlm's `model` and its `own` arrays. `description`: the head's; `stage`: the model's last one."""
-        self._model, self._own = model, own
-        self.width = int(model.fc.weight.shape[1])
+    def __init__(self, model: Any, own: Sequence[mx.array], head: DraftHead, stage: StageModel) -> None:
+        """Store mlx-vlm's `model` of `head` and its `own` arrays. `stage`: the model's last one."""
+        self._model, self._own, self._target, description = model, own, stage, head.description
+        self.width = int(description.hidden_size * (1 if head.kind == "mtp" else len(head.layers)))
         """Elements of the model's states at a position."""
         self.vocab_size = stage.vocab_size
         """Tokens of the model's vocabulary, which it reads."""
@@ -93,51 +93,64 @@ class DFlashHead(Eagle3Head):
         return found.astype(mx.int32)
 
 
-def load_eagle3(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
-    """Load the head in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
+class AssistantHead(DFlashHead):
+    """Draft head without caches: it reads the model's keys and values, for one sequence at a time. Not thread-safe."""
 
-    The model's embedding is loaded whole where the head has none, and the stage lacks it; with `dequantize` it is expanded.
+    def make_caches(self) -> list[Cache]:
+        """Return no caches."""
+        return []
+
+    def states(self, hidden: mx.array) -> mx.array:
+        """Return the model's hidden states [B, 1, H] at the last position, after its last norm."""
+        return self._target.final(hidden[:, -1:])
+
+    def join(self, tokens: mx.array, states: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
+        """Return the states: nothing of a prompt is kept."""
+        return states
+
+    def block(self, token: int, states: mx.array, caches: Any, count: int) -> mx.array:
+        """Return int32 [1, count]: the likeliest tokens after `token`. `caches`: keys and values by kind of the layer."""
+        length = caches["full_attention"][0].shape[2]
+        self._model.set_shared_kv(caches, length, length - 1)
+        found = super().block(token, states, (), count)
+        self._model.set_shared_kv({}, 0)
+        return found
+
+
+def load_head(kind: str, files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
+    """Load the head of this kind in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
+
+    The model's embedding, for a DFlash head its output projection too, is loaded whole where the head has none, and the stage
+    lacks it or has a part; with `dequantize` it is expanded.
     """
     model = describe(target)
-    head = read_eagle3(files, model)
-    built = _build(files, "EAGLE-3", "eagle3.eagle3", lambda theirs: _eagle3(theirs, head))
-    stored = {part_name(name): array for name, array in _stored(files).items()}
-    kept = stored.pop("t2d", mx.ones(model.vocab_size))
-    weights: Weights = built.sanitize(stored)
-    shares = not head.description.embed_bytes
-    built.embed_tokens = None if shares else built.embed_tokens
-    ids, offsets = mx.arange(built.draft_vocab_size), weights.pop("d2t", mx.array(0))
+    head = read_head(kind, files, model)
+    built, stored = _build(files, head), _stored(files)
+    if kind == "eagle3":
+        stored = {part_name(name): array for name, array in stored.items()}
+    kept, weights = stored.pop("t2d", mx.ones(model.vocab_size)), built.sanitize(stored)
+    shares, offsets = not head.description.embed_bytes, weights.pop("d2t", mx.array(0))
+    if kind == "eagle3" and shares:
+        built.embed_tokens = None
     loaded = _load_parts(files, built, weights, stage)
-    if built.d2t is not None:
-        built.d2t, ids = offsets, ids + offsets
+    if kind == "eagle3" and built.d2t is not None:
+        built.d2t, ids = offsets, mx.arange(built.draft_vocab_size) + offsets
         if not mx.all((ids >= 0) & (ids < model.vocab_size) & (kept[mx.clip(ids, 0, model.vocab_size - 1)] > 0)).item():
             raise BrokenModel(
                 f"--draft-model {files.name}: d2t does not map its tokens to those of the model in t2d", param="draft_model"
             )
     if shares:
         built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
-    return Eagle3Head(built, _arrays(loaded), head.description, stage)
-
-
-def load_dflash(files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> DFlashHead:
-    """Load the head in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
-
-    The model's embedding and output projection are loaded whole where the stage lacks them, or has a part; with `dequantize`
-    they are expanded.
-    """
-    model = describe(target)
-    head = read_dflash(files, model)
-    built = _build(
-        files, "DFlash", "qwen3_dflash.dflash", lambda theirs: theirs.DFlashDraftModel(theirs.DFlashConfig.from_dict(head.config))
-    )
-    loaded = _load_parts(files, built, built.sanitize(_stored(files)), stage)
-    built.embed_tokens = model_part("embed", target, stage, loaded, dequantize=dequantize)
-    built.lm_head = built.embed_tokens.as_linear
-    if not model.tied_head:
-        built.lm_head = model_part("head", target, stage, loaded, dequantize=dequantize)
-    built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
-    mx.eval(built._fused_context_kv_weight)
-    return DFlashHead(built, [*_arrays(loaded), built._fused_context_kv_weight], head.description, stage)
+    own = _arrays(loaded)
+    if kind == "dflash":
+        tied = model.tied_head
+        built.lm_head = built.embed_tokens.as_linear if tied else model_part("head", target, stage, loaded, dequantize=dequantize)
+        built._project_context_kv(mx.zeros((1, 1, model.hidden_size), stage.dtype))  # joins their weights, once
+        mx.eval(built._fused_context_kv_weight)
+        own = [*_arrays(loaded), built._fused_context_kv_weight]
+    if kind == "mtp":
+        built.bind(SimpleNamespace(embed_tokens=built.embed_tokens, embed_scale=model.hidden_size**0.5))
+    return _KINDS[kind][0](built, own, head, stage)
 
 
 def _stored(files: ModelFiles) -> Weights:
@@ -148,7 +161,7 @@ def _stored(files: ModelFiles) -> Weights:
 def _load_parts(files: ModelFiles, built: Any, weights: Weights, stage: StageModel) -> list[nn.Module]:
     """Load the parts of mlx-vlm's model from the `weights` in `files`, in the stage's type. Return them."""
     names, loaded = [name for name, part in built.children().items() if isinstance(part, nn.Module)], []
-    for name in (*names, *(f"layers.{i}" for i in range(len(built.layers)))):
+    for name in (*names, *(f"layers.{i}" for i in range(len(getattr(built, "layers", ()))))):
         own = {key[len(name) + 1 :]: weights.pop(key) for key in list(weights) if key.startswith(f"{name}.")}
         loaded.append(_loader(stage, quantization=None, dequantize=False).load(name, at(built, name), own))
         put(built, name, loaded[-1])
@@ -182,22 +195,26 @@ def _loader(stage: StageModel, **options: Any) -> PartLoader:
     return PartLoader(dtype=stage.dtype, **options)
 
 
-def _build(files: ModelFiles, kind: str, module: str, make: Callable[[Any], Any]) -> Any:
-    """Build mlx-vlm's model of a head by `make`, which gets mlx-vlm's module, with random weights, which stay lazy."""
-    require_mlx_vlm(f"{kind} heads are computed")
+def _build(files: ModelFiles, head: DraftHead) -> Any:
+    """Build mlx-vlm's model of a head with random weights, which stay lazy."""
     import_lazily()
+    _, module, name = _KINDS[head.kind]
     try:
-        return make(importlib.import_module(f"mlx_vlm.speculative.drafters.{module}"))
+        theirs = importlib.import_module(f"mlx_vlm.speculative.drafters.{module}")
+        built = getattr(theirs, f"{name}DraftModel")(getattr(theirs, f"{name}Config").from_dict(head.config))
     except FAILURES as error:
-        raise BrokenModel(f"{files.path}/config.json: describes no {kind} head that mlx-vlm builds: {one_line(error)}") from error
-
-
-def _eagle3(theirs: Any, head: DraftHead) -> Any:
-    """Build mlx-vlm's model of an EAGLE-3 head."""
-    config = theirs.Eagle3Config.from_dict(head.config)
-    built, text = theirs.Eagle3DraftModel(config), head.config["transformer_layer_config"]
+        raise BrokenModel(f"{files.path}/config.json: describes no head that mlx-vlm builds: {one_line(error)}") from error
+    text = head.config.get("transformer_layer_config", {})
     rope = text.get("rope_scaling") or text.get("rope_parameters")
-    own = config.transformer_layer_config
     for layer in built.layers if rope else ():  # theirs reads the base alone
+        own = built.config.transformer_layer_config
         layer.self_attn.rope = initialize_rope(own.head_dim, own.rope_theta, False, rope, own.max_position_embeddings)
     return built
+
+
+_KINDS = {
+    "eagle3": (Eagle3Head, "eagle3.eagle3", "Eagle3"),
+    "dflash": (DFlashHead, "qwen3_dflash.dflash", "DFlash"),
+    "mtp": (AssistantHead, "gemma4_assistant.gemma4_assistant", "Gemma4Assistant"),
+}
+"""Kind of head -> its class, mlx-vlm's module, and the beginning of its classes' names there."""
