@@ -54,6 +54,13 @@ def latent(config: JsonMapping) -> dict[str, Axis]:
     return split("heads", heads, latent_q=turned, latent_kv=plain + value, latent_out=value, latent_heads=1)
 
 
+def grouped(config: JsonMapping) -> dict[str, Axis]:
+    """Return the axes of DeepSeek V4's attention, split between the groups of heads that share an output projection."""
+    heads, groups, size = (number(config, key) for key in ("num_attention_heads", "o_groups", "head_dim"))
+    each = heads // max(groups, 1)
+    return split("heads", groups, grouped_q=each * size, grouped_heads=each, groups=1, grouped_out=number(config, "o_lora_rank"))
+
+
 def _gated(config: JsonMapping) -> dict[str, Axis]:
     """Return the axis of a query projection that also computes an output gate per head."""
     heads = number(config, "num_attention_heads")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families.axes import blocks, blocks_width, indexed, latent, mixed
+from tandem.models.families.axes import blocks, blocks_width, grouped, indexed, latent, mixed
 from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, each, experts, first, glu, rows
 
 FUSED_GLU = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
@@ -76,6 +76,31 @@ HY_V4 = replace(
     },
     sums=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
     whole=MLA.whole | {f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in ("fn", "base", "scale")},
+)
+
+_COMPRESSORS = ("attn.compressor", "attn.indexer.compressor")
+DEEPSEEK_V4 = Sharding(
+    cuts={
+        "attn.wq_b": rows("grouped_q"),
+        "attn.attn_sink": rows("grouped_heads"),
+        "attn.wo_a": first("groups"),
+        "attn.wo_b": columns("grouped_out"),
+        **experts("ffn"),
+    },
+    sums=("attn", "ffn"),
+    attention="attn",
+    whole=frozenset(
+        {
+            *(f"{path}{name}" for path in _COMPRESSORS for name in ("", ".wkv", ".wgate")),
+            *(f"attn.{name}" for name in ("wq_a", "wkv", "indexer.wq_b", "indexer.weights_proj")),
+            *("attn_hc", "ffn_hc", "ffn.gate"),
+        }
+    ),
+    mlp=(),
+    experts=EXPERT,
+    shared=("moe_intermediate_size", "n_shared_experts"),
+    axes=grouped,
+    counts={"attn.o_groups": ("groups",)},
 )
 
 QWEN_MOE = experts(shared="shared_expert")

@@ -123,6 +123,7 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), rules.GEMMA4),
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), rules.MIMO_V2),
     "hy_v4": rules.HY_V4,
+    "deepseek_v4": rules.DEEPSEEK_V4,
     "kolibri1": rules.moe(widths=((), rules.EXPERT, ("shared_expert_intermediate_size",))),
     "cohere2_moe": rules.moe(
         widths=(("prefix_dense_intermediate_size|intermediate_size",), rules.WIDTH, ("intermediate_size", _COHERE_SHARED))
@@ -179,7 +180,6 @@ SHARDING: dict[str, Sharding] = {
 NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
-    "deepseek_v4": "its grouped output projections and compressors have no rules yet",
     "qwen4_exp": "its sparse attention and n-gram embeddings have no rules yet",
     "glm5_next": "its linear layers and MLPs have projections in one matrix each, for whose parts there are no rules yet",
     "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
