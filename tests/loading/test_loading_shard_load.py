@@ -167,6 +167,7 @@ def test_figures_of_a_stage(tmp_path):
         "glm4_moe_lite",
         "kimi_k3",
         "kimi_linear",
+        "deepseek_v4",
         "llama4",
         "longcat_flash",
         "minimax_m2",
