@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.checkpoints.config import LARGEST_NUMBER
-from tandem.json_types import JsonMapping
+from tandem.json_types import JsonMapping, JsonObject
 
 Base = Literal["heads", "queries", "states", "whole"]
 """Units that are distributed over the ranks. heads: kv heads of attention; queries: query heads; states: heads, groups
@@ -142,6 +142,19 @@ def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
     linear = config.get("linear_attn_config")
     own = linear if isinstance(linear, dict) else {}
     return latent(config) | split("states", number(own, "num_heads"), delta_heads=1, delta_width=number(own, "head_dim"))
+
+
+def glm_linear(config: JsonMapping) -> JsonObject:
+    """Return the figures of GLM-5-Next's linear layers: those of `linear_attn_config`, else `linear_...` or defaults."""
+    found, kernel = config.get("linear_attn_config"), config.get("linear_conv_kernel_dim", 4)
+    heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
+    return {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": kernel, **(found if isinstance(found, dict) else {})}
+
+
+def glm_delta(config: JsonMapping) -> dict[str, Axis]:
+    """Return the axes of `kimi_delta` for GLM-5-Next, with that of a low-rank projection, which is whole on each rank."""
+    own = glm_linear(config)
+    return kimi_delta({**config, "linear_attn_config": own}) | split("whole", 1, delta_low=number(own, "head_dim"))
 
 
 def ling_delta(config: JsonMapping) -> dict[str, Axis]:

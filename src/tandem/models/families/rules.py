@@ -78,8 +78,10 @@ HY_V4 = replace(
     whole=MLA.whole | {f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in ("fn", "base", "scale")},
 )
 
-_COMPRESSORS = ("attn.compressor", "attn.indexer.compressor")
-DEEPSEEK_V4 = Sharding(
+_V4_WHOLE = ("attn.wq_a", "attn.wkv", "attn.indexer.wq_b", "attn.indexer.weights_proj", "attn_hc", "ffn_hc", "ffn.gate")
+_COMPRESSORS = (f"attn.{of}compressor{name}" for of in ("", "indexer.") for name in ("", ".wkv", ".wgate"))
+DEEPSEEK_V4 = replace(
+    ROUTED,
     cuts={
         "attn.wq_b": rows("grouped_q"),
         "attn.attn_sink": rows("grouped_heads"),
@@ -89,16 +91,8 @@ DEEPSEEK_V4 = Sharding(
     },
     sums=("attn", "ffn"),
     attention="attn",
-    whole=frozenset(
-        {
-            *(f"{path}{name}" for path in _COMPRESSORS for name in ("", ".wkv", ".wgate")),
-            *(f"attn.{name}" for name in ("wq_a", "wkv", "indexer.wq_b", "indexer.weights_proj")),
-            *("attn_hc", "ffn_hc", "ffn.gate"),
-        }
-    ),
+    whole=frozenset((*_V4_WHOLE, *_COMPRESSORS)),
     mlp=(),
-    experts=EXPERT,
-    shared=("moe_intermediate_size", "n_shared_experts"),
     axes=grouped,
     counts={"attn.o_groups": ("groups",)},
 )

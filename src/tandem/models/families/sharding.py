@@ -33,7 +33,7 @@ _LATENT = (
 
 SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(_DENSE, rules.DENSE),
-    "qwen3_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), rules.moe(widths=(rules.WIDTH, rules.EXPERT, ()))),
     "gpt_oss": Sharding(
         cuts={**attention(), "self_attn.sinks": rows("q_heads"), **glu("mlp.experts", "experts")},
         sums=rules.SUMS,
@@ -55,12 +55,10 @@ SHARDING: dict[str, Sharding] = {
     "bailing_moe_linear": states.LING_LINEAR,
     "bailing_moe_v3": states.LING_DELTA,
     "cohere": Sharding(cuts=attention() | glu() | rules.COHERE, sums=rules.SUMS),
-    "deepseek": rules.ROUTED,
+    **dict.fromkeys(("deepseek", "glm4_moe", "glm4v_moe", "solar_open"), rules.ROUTED),
     "dots1": rules.EXPERTS,
     "ernie4_5_moe": rules.moe(widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts"))),
-    "glm": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
-    **dict.fromkeys(("glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS)),
-    **dict.fromkeys(("glm4_moe", "glm4v_moe"), rules.ROUTED),
+    **dict.fromkeys(("glm", "glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS)),
     "gpt_neox": Sharding(
         cuts=fused("attention", "query_key_value", "dense", "qkv_groups") | two("dense_h_to_4h", "dense_4h_to_h"),
         sums=("attention", "mlp"),
@@ -75,17 +73,15 @@ SHARDING: dict[str, Sharding] = {
         sums=("attention", "feed_forward"),
         attention="attention",
     ),
-    "mixtral": rules.BLOCK,
+    **dict.fromkeys(("mixtral", "phimoe"), rules.BLOCK),
     "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS),
     "nemotron-nas": rules.NEMOTRON_NAS,
     "phi": Sharding(cuts=attention(out="dense") | two("fc1", "fc2"), sums=rules.SUMS),
-    "phimoe": rules.BLOCK,
     "qwen2_moe": rules.moe(
         shared="mlp.shared_expert",
         router=("mlp.gate", "mlp.shared_expert_gate"),
         widths=((), rules.EXPERT, ("shared_expert_intermediate_size",)),
     ),
-    "solar_open": rules.ROUTED,
     "starcoder2": Sharding(cuts=attention() | two("c_fc", "c_proj"), sums=rules.SUMS),
     **dict.fromkeys(("olmo2", "olmo3"), rules.OLMO),
     "olmoe": replace(
@@ -96,6 +92,8 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(_LATENT, rules.MLA),
     **dict.fromkeys(("minicpm3", "youtu_llm"), rules.MLA_DENSE),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), states.QWEN_DELTA),
+    "qwen4_exp": states.QWEN4,
+    "glm5_next": states.GLM5_NEXT,
     "olmo_hybrid": states.OLMO_HYBRID,
     "kimi_linear": states.KIMI_LINEAR,
     "kimi_k3": states.KIMI_K3,
@@ -150,7 +148,6 @@ SHARDING: dict[str, Sharding] = {
         counts={"attn.hidden_size": ("q",)},
     ),
     "lfm2_moe": states.LFM2_MOE,
-    "qwen3_vl_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
     "llama4": Sharding(
         cuts=attention() | glu("feed_forward") | experts("feed_forward", routed="experts", shared="shared_expert"),
         sums=("self_attn", "feed_forward"),
@@ -180,8 +177,6 @@ SHARDING: dict[str, Sharding] = {
 NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
-    "qwen4_exp": "its sparse attention and n-gram embeddings have no rules yet",
-    "glm5_next": "its linear layers and MLPs have projections in one matrix each, for whose parts there are no rules yet",
     "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
     "openelm": "its layers have different numbers of heads, which have no divisor in common",
     "plamo": "its query heads take the key heads in turn, so that those of one key head do not stand together",
