@@ -79,6 +79,8 @@ OF_FAMILY = {
         ]
     },
     "llama4": {"intermediate_size_mlp": 96},
+    "glm5_next": {"linear_num_heads": 3, "num_key_value_heads": 6},
+    "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 3, "qk_rope_head_dim": 8},
     "plamo2": {"mamba_num_heads": 6, "hidden_size_per_head": 16},
     "gemma4_text": {"num_global_key_value_heads": 3},
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 6, "head_dim": 24}),
@@ -103,6 +105,9 @@ OF_FAMILY = {
 """What some need besides, so that three ranks can share their layers."""
 LAYERS = {
     "llama4": 4,
+    "deepseek_v4": 4,
+    "qwen4_exp": 4,
+    "glm5_next": 4,
     "nemotron_h": 4,
     "gemma4": 3,
     "gemma4_unified": 3,

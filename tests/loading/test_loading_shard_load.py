@@ -66,6 +66,8 @@ def copies(name, family, names, size):
     """On how many ranks each element of a stored tensor must be; `names` are those of all tensors."""
     if family in ONE_KV_HEAD and any(word in name for word in ("c_attn", "k_proj", "v_proj")):
         return {1, size} if "c_attn" in name else {size}
+    if "fbg_a_proj" in name:  # low ranks beside a row for each head
+        return {1, size}
     layer, path = layer_of(name)
     if layer:
         own = SHARDING[family].of([one for at, one in map(layer_of, names) if at == layer])
@@ -163,6 +165,7 @@ def test_figures_of_a_stage(tmp_path):
     [
         "bailing_hybrid",
         "deepseek_v32",
+        "deepseek_v4",
         "gemma4",
         "glm4_moe_lite",
         "kimi_k3",

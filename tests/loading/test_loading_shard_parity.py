@@ -73,10 +73,11 @@ def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False,
             assert len(sums) == 2 * d.num_layers * len(want)  # two a layer and step
 
 
-GROWS = {"gemma4": 3e-5, "gemma4_unified": 3e-5}
-"""Its attention scores are not scaled: what rounding changes is three times as much after each layer, and these have
+GROWS = {"gemma4": 3e-5, "gemma4_unified": 3e-5, "qwen4_exp": 3e-5}
+"""Gemma's attention scores are not scaled: what rounding changes is three times as much after each layer, and these have
 three. It is rounding: with every weight of the undivided model changed by half a unit of its last place, logits change
-by 0.9e-5 to 1.5e-5 of the largest, and by 0.8e-5 when three ranks sum (Llama: 0.3e-5 and 0.1e-5)."""
+by 0.9e-5 to 1.5e-5 of the largest, and by 0.8e-5 when three ranks sum (Llama: 0.3e-5 and 0.1e-5). Qwen4 takes square
+roots of gates near 0: by 1.1e-5 to 2.2e-5, and by 1.3e-5 when three ranks sum."""
 TWO_SUMS = [
     name for name, one in SHARDING.items() if len(one.sums) == 2 and not one.norms | one.variants and name != "nemotron-nas"
 ]  # it lacks parts

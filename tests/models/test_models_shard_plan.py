@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.families.axes import Axis, blocks, delta, kimi_delta, latent, lightning, ling_delta, mixed
+from tandem.models.families.axes import Axis, blocks, delta, glm_delta, kimi_delta, latent, lightning, ling_delta, mixed
 from tandem.models.families.cuts import Cut
 from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 from tandem.models.families.table import FAMILIES
@@ -175,7 +175,7 @@ def models(draw):
     head_dim, value_dim = draw(st.sampled_from([16, 32, 64, 128])), draw(st.sampled_from([16, 48, 128]))
     width = st.integers(size, 400).map(lambda n: n * group)
     hidden = heads * head_dim if axes in (blocks, lightning) else draw(st.sampled_from([128, 576, 4096]))  # no less than heads
-    latents = axes in (latent, kimi_delta, ling_delta) or family == "bailing_hybrid"
+    latents = axes in (latent, kimi_delta, ling_delta, glm_delta) or family == "bailing_hybrid"
     groups = 1 if family != "nemotron_h" and draw(st.booleans()) else states
     each = draw(st.integers(1, 3))
     figures = {
@@ -202,6 +202,8 @@ def models(draw):
         "kv_lora_rank": 32 * latents,
         "index_head_dim": 32,
         "group_norm_size": max(size, kv),
+        "o_groups": kv,
+        "o_lora_rank": value_dim,
         "block_configs": [{"attention": {"n_heads_in_group": heads // kv}}],
     }
     d = description(

@@ -63,7 +63,8 @@ class PipelineModel:
         self._holder, self._name, self.path = _layer_list(model)
         self.layers: list[nn.Module] = list(self._holder[self._name])
         """mlx-lm's modules; `put_layer` replaces them with loaded ones."""
-        self._made = make_prompt_cache(model)
+        self.made: list[Cache] = make_prompt_cache(model)
+        """Fresh caches of all layers, to be copied. mlx-vlm makes them by the type of a layer's attention, which ranks wrap."""
         self._received = _Received()
         self._captures: tuple[int, ...] = ()
         self._captured: list[mx.array] = []
@@ -72,8 +73,8 @@ class PipelineModel:
         self._cache_of, self._extras, self._forwarded_of, self._stage_payload = self._trace()
         self._kept = self._kept_caches()
         self._counter = self._count_positions() if family.counts else None
-        self._places = [self._place(i) for i in range(len(self._made))]
-        self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
+        self._places = [self._place(i) for i in range(len(self.made))]
+        self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self.made[i], "offset")), None)
         self._grouped_scores = grouped_scores
         self.adapters: Adapters | None = None
         """LoRA adapters of the layers, for calls that compute states again; None without any."""
@@ -101,8 +102,7 @@ class PipelineModel:
 
     def make_caches(self) -> list[Cache]:
         """Return fresh single-sequence mlx-lm caches of this stage; a layer may have one, none, or share one."""
-        made = make_prompt_cache(self.model)
-        return [made[i] for i in self._kept]
+        return [deepcopy(self.made[i]) for i in self._kept]
 
     def layers_of(self, at: int) -> set[int]:
         """Return the numbers of the own layers that use the stage's cache number `at`."""
@@ -154,7 +154,7 @@ class PipelineModel:
             self._in_head = [*others, _Source(self.layers[-1], self._received, self._extras[-1])]
         with self._layers_are(self._in_head):
             # Tokens that the embedding caches must not persist between calls.
-            made = [cache if i in self._cache_of else deepcopy(cache) for i, cache in enumerate(self._made)]
+            made = [cache if i in self._cache_of else deepcopy(cache) for i, cache in enumerate(self.made)]
             logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=made)
         return logits
 
@@ -192,10 +192,10 @@ class PipelineModel:
 
         Return its index among the stage's caches, or None if it is not needed.
         """
-        if any(hasattr(self._made[i], "offset") for i in self._kept):
+        if any(hasattr(self.made[i], "offset") for i in self._kept):
             return None
-        self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self._made) if hasattr(cache, "offset"))])
-        return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
+        self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self.made) if hasattr(cache, "offset"))])
+        return next(at for at, i in enumerate(self._kept) if hasattr(self.made[i], "offset"))
 
     @unevaluated()
     def _try(self) -> None:
@@ -217,7 +217,7 @@ class PipelineModel:
             after = self._stage_payload.forwarded and self.own.start == 0 and i > last
             inputs = _ForwardedInputs(self._received, forwarded) if after else None
             return _OtherStage(layer, self._extras[i], self._family.hidden, inputs, i == len(self.layers) - 1)
-        if ArraysCache in map(type, members(self._made[at] for at in [self._cache_of[i]] if at is not None)):
+        if ArraysCache in map(type, members(self.made[at] for at in [self._cache_of[i]] if at is not None)):
             layer = NotedLayer(layer, self.adapters)
         if i in self._captures:
             layer = CapturedLayer(layer, self._captured)
@@ -279,7 +279,7 @@ class PipelineModel:
         """Return the indices of the own layers' caches; on the first stage also of caches that only the embedding uses."""
         kept = {self._cache_of[i] for i in self.own} - {None}
         if self.own.start == 0:
-            kept |= set(range(len(self._made))) - set(self._cache_of) - self._idle
+            kept |= set(range(len(self.made))) - set(self._cache_of) - self._idle
         others = {cache for i, cache in enumerate(self._cache_of) if i not in self.own}
         if shared := list(kept & others):
             users = [i for i, cache in enumerate(self._cache_of) if cache == shared[0]]
@@ -289,7 +289,7 @@ class PipelineModel:
     def _elsewhere(self, index: int, caches: Sequence[Cache]) -> Cache:
         """Return a placeholder for the model's cache `index`, whose kind this stage lacks. Its offset is that of an own
         cache, and writes are discarded after the call."""
-        made: Cache = deepcopy(self._made[index])
+        made: Cache = deepcopy(self.made[index])
         if self._counts is None or not hasattr(made, "offset"):
             return made
         return OtherStageCache(made, caches[self._counts])
@@ -299,7 +299,7 @@ class PipelineModel:
         member of a list at last; None if there is none."""
         if index in self._kept:
             return (self._kept.index(index),)
-        kind, kept = cache_kind(self._made[index]), [self._made[i] for i in self._kept]
+        kind, kept = cache_kind(self.made[index]), [self.made[i] for i in self._kept]
         places: list[tuple[tuple[int, ...], Cache]] = [((at,), cache) for at, cache in enumerate(kept)]
         places += [((at, i), one) for (at,), cache in places for i, one in enumerate(getattr(cache, "caches", ()))]
         return next((place for place, cache in places if cache_kind(cache) == kind), None)

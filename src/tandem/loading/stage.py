@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, Progress, counter
@@ -271,7 +272,7 @@ class StageModel:
 
     def caches_of_all_stages(self) -> list[Cache]:
         """Return fresh, unquantised caches for every layer of the model, equal on each rank."""
-        return list(make_prompt_cache(self._pipeline_model.model))
+        return deepcopy(self._pipeline_model.made)
 
 
 class _WithFeatures(nn.Module):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.json_types import JsonMapping
+from tandem.models.families.axes import glm_linear
 from tandem.models.partition import indexers
 
 Kind = Literal["positions", "latent", "state", "none"]
@@ -205,9 +206,7 @@ def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
     kinds = config.get("layer_types") or ["linear_attention"] * 3 + ["full_attention"]
     if kinds[i % len(kinds)] != "linear_attention":
         return LayerCache("latent", int(config["kv_lora_rank"]) + _index_keys(config, i) // int(config.get("index_kpool", 16)))
-    heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
-    own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
-    return _delta({**own, **(config.get("linear_attn_config") or {})})
+    return _delta(glm_linear(config))
 
 
 def _deepseek_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
@@ -225,7 +224,8 @@ def _qwen4_exp(config: JsonMapping, i: int, plain: int) -> LayerCache:
     n-grams the inputs of one more convolution."""
     if _layer_kind(config, i) == "attention":
         index = int(config.get("indexer_head_dim", 128))
-        return LayerCache("positions", plain + index + index // int(config.get("indexer_compress_ratio", 4)))
+        index += index // int(config.get("indexer_compress_ratio", 4))
+        return LayerCache("positions", plain + index, whole=index)
     state = _state(config)
     assert state is not None
     taps = int(config.get("ple_conv_kernel_size", 4)) - 1

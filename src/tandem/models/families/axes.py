@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.checkpoints.config import LARGEST_NUMBER, section
-from tandem.json_types import JsonMapping
+from tandem.json_types import JsonMapping, JsonObject
 
 Base = Literal["heads", "queries", "states", "whole"]
 """Units that are distributed over the ranks. heads: kv heads of attention; queries: query heads; states: heads, groups
@@ -52,6 +52,13 @@ def latent(config: JsonMapping) -> dict[str, Axis]:
     value = number(config, "v_head_dim", "head_dim") or number(config, "hidden_size") // max(heads, 1)
     turned = plain + number(config, "qk_rope_head_dim")
     return split("heads", heads, latent_q=turned, latent_kv=plain + value, latent_out=value, latent_heads=1)
+
+
+def grouped(config: JsonMapping) -> dict[str, Axis]:
+    """Return the axes of DeepSeek V4's attention, split between the groups of heads that share an output projection."""
+    heads, groups, size = (number(config, key) for key in ("num_attention_heads", "o_groups", "head_dim"))
+    each = heads // max(groups, 1)
+    return split("heads", groups, grouped_q=each * size, grouped_heads=each, groups=1, grouped_out=number(config, "o_lora_rank"))
 
 
 def _gated(config: JsonMapping) -> dict[str, Axis]:
@@ -133,6 +140,19 @@ def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of Kimi Delta Attention, whose keys and values have equal heads, and of latent attention."""
     own = section(config, "linear_attn_config")
     return latent(config) | split("states", number(own, "num_heads"), delta_heads=1, delta_width=number(own, "head_dim"))
+
+
+def glm_linear(config: JsonMapping) -> JsonObject:
+    """Return the figures of GLM-5-Next's linear layers: those of `linear_attn_config`, else `linear_...` or defaults."""
+    heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
+    own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
+    return own | section(config, "linear_attn_config")
+
+
+def glm_delta(config: JsonMapping) -> dict[str, Axis]:
+    """Return the axes of `kimi_delta` for GLM-5-Next, with that of a low-rank projection, which is whole on each rank."""
+    own = glm_linear(config)
+    return kimi_delta({**config, "linear_attn_config": own}) | split("whole", 1, delta_low=number(own, "head_dim"))
 
 
 def ling_delta(config: JsonMapping) -> dict[str, Axis]:

@@ -45,8 +45,8 @@ class Sharding:
     attention: str = "self_attn"
     """Path of the attention module, whose attributes with head counts are reduced; empty if there is none to change."""
     whole: frozenset[str] = frozenset()
-    """Modules replicated on every rank. Modules with `norm` in the last part of their path are replicated without an
-    entry."""
+    """Modules replicated on every rank; `*` matches any number in the path. Modules with `norm` in the last part of their
+    path are replicated without an entry."""
     mlp: Width = ("intermediate_size",)
     experts: Width = ()
     shared: Width = ()
@@ -100,7 +100,7 @@ class Sharding:
         """Return the cut of a module or parameter; None if it is replicated. Raise KeyError for a path without a rule."""
         if (found := self.cuts.get(path) or self.cuts.get(_NUMBER.sub(".*.", path))) is not None:
             return found
-        if path in self.whole or "norm" in path.rpartition(".")[2]:
+        if {path, _NUMBER.sub(".*.", path)} & self.whole or "norm" in path.rpartition(".")[2]:
             return None
         if any(path.startswith(f"{one}.") for one in self.lists):
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families.axes import blocks, blocks_width, indexed, latent, mixed
+from tandem.models.families.axes import blocks, blocks_width, grouped, indexed, latent, mixed
 from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, each, experts, first, glu, rows
 
 FUSED_GLU = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
@@ -76,6 +76,25 @@ HY_V4 = replace(
     },
     sums=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
     whole=MLA.whole | {f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in ("fn", "base", "scale")},
+)
+
+_V4_WHOLE = ("attn.wq_a", "attn.wkv", "attn.indexer.wq_b", "attn.indexer.weights_proj", "attn_hc", "ffn_hc", "ffn.gate")
+_COMPRESSORS = (f"attn.{of}compressor{name}" for of in ("", "indexer.") for name in ("", ".wkv", ".wgate"))
+DEEPSEEK_V4 = replace(
+    ROUTED,
+    cuts={
+        "attn.wq_b": rows("grouped_q"),
+        "attn.attn_sink": rows("grouped_heads"),
+        "attn.wo_a": first("groups"),
+        "attn.wo_b": columns("grouped_out"),
+        **experts("ffn"),
+    },
+    sums=("attn", "ffn"),
+    attention="attn",
+    whole=frozenset((*_V4_WHOLE, *_COMPRESSORS)),
+    mlp=(),
+    axes=grouped,
+    counts={"attn.o_groups": ("groups",)},
 )
 
 QWEN_MOE = experts(shared="shared_expert")

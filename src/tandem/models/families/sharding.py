@@ -55,10 +55,10 @@ SHARDING: dict[str, Sharding] = {
     "bailing_moe_linear": states.LING_LINEAR,
     "bailing_moe_v3": states.LING_DELTA,
     "cohere": Sharding(cuts=attention() | glu() | rules.COHERE, sums=rules.SUMS),
+    **dict.fromkeys(("deepseek", "glm4_moe", "glm4v_moe", "solar_open"), rules.ROUTED),
     "dots1": rules.EXPERTS,
     "ernie4_5_moe": rules.moe(widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts"))),
     **dict.fromkeys(("glm", "glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS)),
-    **dict.fromkeys(("deepseek", "glm4_moe", "glm4v_moe", "solar_open"), rules.ROUTED),
     "gpt_neox": Sharding(
         cuts=fused("attention", "query_key_value", "dense", "qkv_groups") | two("dense_h_to_4h", "dense_4h_to_h"),
         sums=("attention", "mlp"),
@@ -92,6 +92,8 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(_LATENT, rules.MLA),
     **dict.fromkeys(("minicpm3", "youtu_llm"), rules.MLA_DENSE),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), states.QWEN_DELTA),
+    "qwen4_exp": states.QWEN4,
+    "glm5_next": states.GLM5_NEXT,
     "olmo_hybrid": states.OLMO_HYBRID,
     "kimi_linear": states.KIMI_LINEAR,
     "kimi_k3": states.KIMI_K3,
@@ -119,6 +121,7 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), rules.GEMMA4),
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), rules.MIMO_V2),
     "hy_v4": rules.HY_V4,
+    "deepseek_v4": rules.DEEPSEEK_V4,
     "kolibri1": rules.moe(widths=((), rules.EXPERT, ("shared_expert_intermediate_size",))),
     "cohere2_moe": rules.moe(
         widths=(("prefix_dense_intermediate_size|intermediate_size",), rules.WIDTH, ("intermediate_size", _COHERE_SHARED))
@@ -174,9 +177,6 @@ SHARDING: dict[str, Sharding] = {
 NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
-    "deepseek_v4": "its grouped output projections and compressors have no rules yet",
-    "qwen4_exp": "its sparse attention and n-gram embeddings have no rules yet",
-    "glm5_next": "its linear layers and MLPs have projections in one matrix each, for whose parts there are no rules yet",
     "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
     "openelm": "its layers have different numbers of heads, which have no divisor in common",
     "plamo": "its query heads take the key heads in turn, so that those of one key head do not stand together",

@@ -37,6 +37,11 @@ QWEN_DELTA = Sharding(
     axes=axes.delta,
     counts={**DELTA_COUNTS, "linear_attn.conv_dim": DELTA_QKV, "linear_attn.conv1d.groups": DELTA_QKV},
 )
+_TABLES = (f"ple.ple_embedding.ngram_embedding.shards.*.{name}" for name in ("weight", "scales", "biases"))
+_MIXES = ("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight")
+_PLE = (f"ple.{name}" for name in ("ple_embedding", "key_proj", "value_proj", "conv1d"))
+_STREAMS = (f"{of}_hyper_connection.{name}" for of in ("attn", "mlp") for name in _MIXES)
+QWEN4 = replace(QWEN_DELTA, whole=QWEN_DELTA.whole.union(_TABLES, _PLE, _STREAMS, ("self_attn.indexer.index_qk_proj",)))
 OLMO_HYBRID = Sharding(
     cuts={
         **rules.NORMED,
@@ -266,6 +271,18 @@ K3_DELTA = replace(
         "self_attn.qkv_conv.conv.groups": ("delta_width", "delta_width", "delta_width"),
     },
 )
+
+_GLM_SHARED = {"mlp.shared_experts.gate_up_proj": rows("shared", "shared"), "mlp.shared_experts.down_proj": columns("shared")}
+_GLM_MLP = {**rules.FUSED_GLU, **glu("mlp.switch_mlp", "experts"), **_GLM_SHARED}
+GLM5_LATENT = replace(
+    rules.MLA,
+    cuts=rules.LATENT | _GLM_MLP,
+    sums=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
+    whole=rules.MLA.whole | {"self_attn.qkv_a_proj", "self_attn.indexer", "attn_hc", "ffn_hc"},
+    axes=axes.glm_delta,
+)
+_GLM_DELTA = {**K3_DELTA.cuts, **_GLM_MLP, "self_attn.fbg_a_proj": rows("delta_low", "delta_heads", "delta_low")}
+GLM5_NEXT = replace(GLM5_LATENT, variants={"self_attn.qkv_conv": replace(K3_DELTA, cuts=_GLM_DELTA, whole=GLM5_LATENT.whole)})
 
 
 def _normed_experts(sharding: Sharding) -> Sharding:
