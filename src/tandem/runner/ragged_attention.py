@@ -20,8 +20,8 @@ from tandem.loading.quantized_kv import Quantized
 from tandem.runner.kv_buffer import Attention
 
 WARPS, LANES = 4, 32
-BLOCKS = 264
-"""Blocks that fill a GPU: two per multiprocessor of the largest."""
+BLOCKS = 512
+"""Blocks that fill a GPU: about four per multiprocessor of the largest."""
 PART = 2048
 """Maximum positions per block for long rows."""
 MOST_PARTS = 64
