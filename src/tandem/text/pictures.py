@@ -84,8 +84,11 @@ class Processor:
             sys.modules[f"{package}.image_processing_{own}"] = import_module(f"{package}.image_processing_pil_{own}")
         base = getattr(import_module(f"transformers.models.{own}.processing_{own}") if own else transformers, name)
         vars(sys.modules[base.__module__]).update(num2words=str)  # SmolVLM's asks for this package, and calls it for videos alone
+        # mlx-vlm's module replaces the methods of transformers' class where the model is in this process too.
+        theirs = sys.modules.get(f"mlx_vlm.models.{kind}.processing_{kind}")
+        own_methods = {name: getattr(theirs, f"_original_{name.strip('_')}", getattr(base, name)) for name in ("__init__", "__call__")}
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
-        made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
+        made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None, **own_methods})
         only = {"local_files_only": True, "trust_remote_code": False}
         if kind in _NUMPY:
             images = _of_mlx_vlm(source, base, kind)
@@ -93,7 +96,7 @@ class Processor:
             images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **only)
         file = Path(source) / "processor_config.json"
         stored = read_json(file) if file.exists() else {}
-        taken = inspect.signature(base.__init__).parameters
+        taken = inspect.signature(made.__init__).parameters
         options = {name: stored[name] for name in taken.keys() - _OWN if name in stored}
         options |= dict.fromkeys(_OTHERS & taken.keys())
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **only)

@@ -30,7 +30,7 @@ from tandem.server.chats import picture_fetch, request_texts, texts
 from tandem.server.chats.pictures import check_given
 from tandem.server.chats.prompt import Marks, prompt_text
 from tandem.server.openai.messages import GivenPicture
-from tandem.text.pictures import decoded, processor_of, tokens_with_pictures
+from tandem.text.pictures import Processor, decoded, processor_of, tokens_with_pictures
 from tandem.text.tokenizer import load_tokenizer
 
 if find_spec("mlx_vlm") is None:
@@ -406,6 +406,16 @@ def test_a_template_of_parts_alone_and_placeholders_in_rows(tmp_path, kind, show
     assert "sys<" in text and before + shown in text
     assert load(picture.inputs)["pixel_values"].shape == shape
     assert (picture.rows, picture.columns) == ((2, 4) if kind == "glm4v" else (0, 0))
+
+
+def test_a_processor_keeps_its_methods_where_the_model_is_loaded_beside_it(tmp_path):
+    see(tmp_path, "lfm2-vl")
+    image, before = decoded(1, uri(encoded(noise()))), Processor(str(tmp_path))
+    import_lazily()
+    from mlx_vlm.models.lfm2_vl import processing_lfm2_vl  # noqa: F401 - replaces methods of transformers' processor
+
+    after = Processor(str(tmp_path))
+    assert before.prepare(image).picture == after.prepare(image).picture
 
 
 @pytest.mark.filterwarnings("ignore:Image.Image.getdata is deprecated")  # mlx-vlm's
