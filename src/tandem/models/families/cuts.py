@@ -40,7 +40,7 @@ class Sharding:
 
     cuts: Mapping[str, Cut]
     """Cut by path of a module or bare parameter; `*` matches any number in the path."""
-    sums: tuple[str, ...]
+    sums: tuple[str, ...] = ("self_attn", "mlp")
     """Modules that return partial sums, to be all-reduced."""
     attention: str = "self_attn"
     """Path of the attention module, whose attributes with head counts are reduced; empty if there is none to change."""

@@ -61,7 +61,6 @@ OLMO_HYBRID = Sharding(
 KIMI_MOE = glu() | experts()
 KIMI_LATENT = Sharding(
     cuts=rules.LATENT | KIMI_MOE,
-    sums=rules.SUMS,
     whole=rules.LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
     experts=rules.EXPERT,
     shared=("moe_intermediate_size", "num_shared_experts"),
