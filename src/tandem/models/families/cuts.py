@@ -6,12 +6,13 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tandem.json_types import JsonMapping
 from tandem.models.families.axes import Axes
 
 _NUMBER = re.compile(r"\.\d+\.")
+Rule = TypeVar("Rule")
 Kind = str
 """Meaning of the elements along a split axis. q: query heads * head_dim; kv: the same for key or value heads;
 qkv_groups: per kv head its queries, key and value, fused; q_heads, kv_heads: one entry a head; mlp, experts, shared:
@@ -149,6 +150,6 @@ def experts(path: str = "mlp", *, routed: str = "switch_mlp", shared: str = "sha
     return glu(f"{path}.{routed}", "experts") | glu(f"{path}.{shared}", "shared")
 
 
-def each(cut: Cut, path: str, *names: str) -> dict[str, Cut]:
-    """Cuts of several modules or parameters of `path`, which are alike."""
-    return {f"{path}.{name}": cut for name in names}
+def each(rule: Rule, path: str, *names: str) -> dict[str, Rule]:
+    """Return the same rule, such as a cut, for several modules, parameters or attributes of `path`."""
+    return {f"{path}.{name}": rule for name in names}

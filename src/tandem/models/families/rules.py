@@ -41,7 +41,6 @@ ROUTED = moe(widths=ROUTED_WIDTHS)
 EXPERTS = moe(switch="mlp.experts", widths=ROUTED_WIDTHS)
 BLOCK = moe(switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.gate",), widths=((), WIDTH, ()))
 ERNIE_EXPERT: tuple[str | int, ...] = ("moe_intermediate_size|intermediate_size",)
-BAILING_SHARED: Width = ("moe_shared_expert_intermediate_size|moe_intermediate_size", "num_shared_experts")
 
 NORMED = attention() | {"self_attn.q_norm": Cut("last", ("q",)), "self_attn.k_norm": Cut("last", ("kv",))}
 """Attention with RMS norms over the queries and keys of all heads together."""
