@@ -20,6 +20,7 @@ _STEP = replace(
     shared=("share_expert_dim",),
     loose_heads=True,
 )
+_GPT_OSS = rules.moe(switch="mlp.experts", router=("mlp.router",), widths=((), rules.WIDTH, ()))
 _DENSE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "granite",
     "helium", "hunyuan_v1_dense", "internlm3", "mimo", "seed_oss", "smollm3", "telechat3", "gemma3", "llava", "minicpm",
@@ -34,12 +35,7 @@ _LATENT = (
 SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(_DENSE, rules.DENSE),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), rules.moe(widths=(rules.WIDTH, rules.EXPERT, ()))),
-    "gpt_oss": Sharding(
-        cuts={**attention(), "self_attn.sinks": rows("q_heads"), **glu("mlp.experts", "experts")},
-        whole=frozenset({"mlp.router"}),
-        mlp=(),
-        experts=rules.WIDTH,
-    ),
+    "gpt_oss": replace(_GPT_OSS, cuts={**_GPT_OSS.cuts, "self_attn.sinks": rows("q_heads")}),
     "phi3": Sharding(cuts=fused("self_attn", "qkv_proj", "o_proj") | rules.FUSED_GLU),
     "apertus": Sharding(cuts=attention() | two("up_proj", "down_proj"), whole=frozenset({"mlp.act_fn"})),
     "bailing_moe": states.BAILING,
