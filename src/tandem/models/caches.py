@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from tandem.json_types import JsonMapping
-from tandem.models.families.axes import glm_linear
+from tandem.models.families.axes import glm_linear, number
 from tandem.models.partition import indexers
 
 Kind = Literal["positions", "latent", "state", "none"]
@@ -74,7 +75,7 @@ def _attention(config: JsonMapping, plain: int) -> LayerCache:
     if kind in _EXPANDED:
         head = rope + int(config.get("qk_nope_head_dim", 0)) + int(config.get("v_head_dim", 0))
         return LayerCache("positions", int(config.get("num_attention_heads", 1)) * head)
-    if kind in _TWO_ATTENTIONS:
+    if kind in ("longcat_flash", "longcat_flash_ngram"):
         return LayerCache("latent", 2 * (latent + rope))
     index = config.get("index_head_dim")  # deepseek_v32: a second cache, of the index's keys and values as wide
     keys = 2 * index if isinstance(index, int) else 0
@@ -89,7 +90,6 @@ def index_heads(config: JsonMapping) -> int:
 
 _EXPANDED = frozenset(("deepseek_v2", "minicpm3", "youtu_llm"))
 """Types whose latent attention caches expanded keys and values per head in mlx-lm."""
-_TWO_ATTENTIONS = frozenset(("longcat_flash", "longcat_flash_ngram"))
 _LINEAR = frozenset(("linear_attention", "conv", "conv_mixer", "mamba", "recurrent", "M"))
 _EMPTY = frozenset(("-", "E"))
 
@@ -127,10 +127,7 @@ def _state(config: JsonMapping) -> LayerCache | None:
 
     None if no layer is known to be recurrent.
     """
-
-    def of(*keys: str) -> int:
-        found = next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
-        return int(found)
+    of = partial(number, config)
 
     def kept(convolution: int, recurrent: int, *, float32: bool = True) -> LayerCache:
         return LayerCache("state", state=convolution + recurrent, float32=recurrent if float32 else 0)
@@ -233,18 +230,6 @@ def _qwen4_exp(config: JsonMapping, i: int, plain: int) -> LayerCache:
     return replace(state, state=state.state + (inputs if i + 1 in (config.get("ple_layer_ids") or ()) else 0))
 
 
-def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
-    if _global(config, i):
-        return LayerCache("latent", config["kv_lora_rank"] + config["qk_rope_head_dim"])
-    return _delta({**config, "num_heads": config["num_attention_heads"]})
-
-
-def _global(config: JsonMapping, i: int) -> bool:
-    size = config["layer_group_size"]
-    return bool((i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size)
-
-
 def _gemma4(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a Gemma 4 layer. The last `num_kv_shared_layers` reuse earlier layers' keys and values and
     have none. Full attention may have other head counts and widths than windows."""
@@ -259,10 +244,13 @@ def _gemma4(config: JsonMapping, i: int, plain: int) -> LayerCache:
 
 
 def _bailing(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Return the cache of a Ling layer: one state matrix per head in lightning attention, float32 for `bailing_hybrid`."""
-    if _global(config, i):
+    """Return the cache of a Ling layer: attention at the end of each group and after the last whole group. Others have one
+    state matrix per head, float32 but for `bailing_moe_linear`, and in v3 the inputs of convolutions."""
+    size, heads = config["layer_group_size"], config["num_attention_heads"]
+    if (i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size:
         return _attention(config, plain)
-    heads = config["num_attention_heads"]
+    if config.get("model_type") == "bailing_moe_v3":
+        return _delta({**config, "num_heads": heads})
     dim = config.get("head_dim") or config["hidden_size"] // heads
     matrices = heads * dim * dim
     return LayerCache("state", 0, matrices, matrices if config.get("model_type") == "bailing_hybrid" else 0)
@@ -270,11 +258,10 @@ def _bailing(config: JsonMapping, i: int, plain: int) -> LayerCache:
 
 _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     **dict.fromkeys(("gemma3n", "gemma4", "gemma4_text", "gemma4_unified"), _gemma4),
-    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3"), _bailing),
     "falcon_h1": _falcon_h1,
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), _mimo_v2),
     "minimax_m3_vl": _minimax_m3,
-    "bailing_moe_v3": _bailing_v3,
     "hy_v4": _hy_v4,
     "qwen4_exp": _qwen4_exp,
     "deepseek_v4": _deepseek_v4,

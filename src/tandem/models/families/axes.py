@@ -191,24 +191,15 @@ def ssm(config: JsonMapping) -> dict[str, Axis]:
 def grouped_ssm(config: JsonMapping) -> dict[str, Axis]:
     """Return the axes of `ssm` for norms within groups: a single group cannot be split, so it is one unit."""
     found = ssm(config)
-    return (
-        found
-        if found["ssm_groups"].base == "states"
-        else {name: Axis("states", 1, axis.count * axis.unit) for name, axis in found.items()}
-    )
+    if found["ssm_groups"].base == "states":
+        return found
+    return {name: Axis("states", 1, axis.count * axis.unit) for name, axis in found.items()}
 
 
-def channels(*width: str | int) -> Axes:
-    """Return a function for layers with one state per channel (Mamba, short convolutions). `width` is the number of
-    channels: a product of numbers and config keys."""
-
-    def axes(config: JsonMapping) -> dict[str, Axis]:
-        count = 1
-        for factor in width:
-            count *= number(config, factor) if isinstance(factor, str) else factor
-        return split("states", count, channels=1)
-
-    return axes
+def channels(*width: str) -> Axes:
+    """Return a function for layers with one state per channel (Mamba, short convolutions). `width` names the config keys
+    whose product is the number of channels."""
+    return lambda config: split("states", math.prod(number(config, key) for key in width), channels=1)
 
 
 def gated_channels(config: JsonMapping) -> dict[str, Axis]:

@@ -6,12 +6,13 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tandem.json_types import JsonMapping
 from tandem.models.families.axes import Axes
 
 _NUMBER = re.compile(r"\.\d+\.")
+Rule = TypeVar("Rule")
 Kind = str
 """Meaning of the elements along a split axis. q: query heads * head_dim; kv: the same for key or value heads;
 qkv_groups: per kv head its queries, key and value, fused; q_heads, kv_heads: one entry a head; mlp, experts, shared:
@@ -40,7 +41,7 @@ class Sharding:
 
     cuts: Mapping[str, Cut]
     """Cut by path of a module or bare parameter; `*` matches any number in the path."""
-    sums: tuple[str, ...]
+    sums: tuple[str, ...] = ("self_attn", "mlp")
     """Modules that return partial sums, to be all-reduced."""
     attention: str = "self_attn"
     """Path of the attention module, whose attributes with head counts are reduced; empty if there is none to change."""
@@ -149,6 +150,6 @@ def experts(path: str = "mlp", *, routed: str = "switch_mlp", shared: str = "sha
     return glu(f"{path}.{routed}", "experts") | glu(f"{path}.{shared}", "shared")
 
 
-def each(cut: Cut, path: str, *names: str) -> dict[str, Cut]:
-    """Cuts of several modules or parameters of `path`, which are alike."""
-    return {f"{path}.{name}": cut for name in names}
+def each(rule: Rule, path: str, *names: str) -> dict[str, Rule]:
+    """Return the same rule, such as a cut, for several modules, parameters or attributes of `path`."""
+    return {f"{path}.{name}": rule for name in names}

@@ -11,8 +11,7 @@ from tandem.models.families.axes import blocks, blocks_width, grouped, indexed, 
 from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, each, experts, first, glu, rows
 
 FUSED_GLU = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
-SUMS = ("self_attn", "mlp")
-DENSE = Sharding(cuts=attention() | glu(), sums=SUMS)
+DENSE = Sharding(cuts=attention() | glu())
 COHERE = {"self_attn.q_norm": rows("q_heads"), "self_attn.k_norm": rows("kv_heads")}
 
 
@@ -42,12 +41,11 @@ ROUTED = moe(widths=ROUTED_WIDTHS)
 EXPERTS = moe(switch="mlp.experts", widths=ROUTED_WIDTHS)
 BLOCK = moe(switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.gate",), widths=((), WIDTH, ()))
 ERNIE_EXPERT: tuple[str | int, ...] = ("moe_intermediate_size|intermediate_size",)
-BAILING_SHARED: Width = ("moe_shared_expert_intermediate_size|moe_intermediate_size", "num_shared_experts")
 
 NORMED = attention() | {"self_attn.q_norm": Cut("last", ("q",)), "self_attn.k_norm": Cut("last", ("kv",))}
 """Attention with RMS norms over the queries and keys of all heads together."""
 NORMS = {"self_attn.q_norm": "q", "self_attn.k_norm": "kv"}
-OLMO = Sharding(cuts=NORMED | glu(), sums=SUMS, norms=NORMS)
+OLMO = Sharding(cuts=NORMED | glu(), norms=NORMS)
 MINIMAX = replace(
     BLOCK, cuts={**BLOCK.cuts, **NORMED}, norms=NORMS, whole=BLOCK.whole | {"block_sparse_moe.e_score_correction_bias"}
 )
@@ -60,7 +58,7 @@ LATENT = {
 }
 LATENT_WHOLE = frozenset({"self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"})
 INDEXER = frozenset(f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "weights_proj"))
-MLA_DENSE = Sharding(cuts=LATENT | glu(), sums=SUMS, whole=LATENT_WHOLE, axes=latent)
+MLA_DENSE = Sharding(cuts=LATENT | glu(), whole=LATENT_WHOLE, axes=latent)
 MLA = replace(ROUTED, cuts=LATENT | glu() | experts(), whole=ROUTED.whole | LATENT_WHOLE | INDEXER, axes=latent)
 
 HY_V4 = replace(
@@ -168,7 +166,6 @@ NEMOTRON_NAS = Sharding(
 """Rules of Nemotron's layers. Attention or MLP may be missing, or be one replicated linear layer."""
 MIMO_V2 = Sharding(
     cuts={**MIXED, "self_attn.attention_sink_bias": rows("mixed_heads"), **glu(), **glu("mlp.switch_mlp", "experts")},
-    sums=SUMS,
     whole=frozenset({"mlp.gate"}),
     experts=EXPERT,
     axes=mixed,

@@ -20,6 +20,7 @@ _STEP = replace(
     shared=("share_expert_dim",),
     loose_heads=True,
 )
+_GPT_OSS = rules.moe(switch="mlp.experts", router=("mlp.router",), widths=((), rules.WIDTH, ()))
 _DENSE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "granite",
     "helium", "hunyuan_v1_dense", "internlm3", "mimo", "seed_oss", "smollm3", "telechat3", "gemma3", "llava", "minicpm",
@@ -34,31 +35,18 @@ _LATENT = (
 SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(_DENSE, rules.DENSE),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), rules.moe(widths=(rules.WIDTH, rules.EXPERT, ()))),
-    "gpt_oss": Sharding(
-        cuts={**attention(), "self_attn.sinks": rows("q_heads"), **glu("mlp.experts", "experts")},
-        sums=rules.SUMS,
-        whole=frozenset({"mlp.router"}),
-        mlp=(),
-        experts=rules.WIDTH,
-    ),
-    "phi3": Sharding(cuts=fused("self_attn", "qkv_proj", "o_proj") | rules.FUSED_GLU, sums=rules.SUMS),
-    "apertus": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS, whole=frozenset({"mlp.act_fn"})),
-    "bailing_moe": Sharding(
-        cuts=fused("attention", "query_key_value", "dense") | glu() | experts(),
-        sums=("attention", "mlp"),
-        attention="attention",
-        whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
-        experts=rules.EXPERT,
-        shared=rules.BAILING_SHARED,
-    ),
+    "gpt_oss": replace(_GPT_OSS, cuts={**_GPT_OSS.cuts, "self_attn.sinks": rows("q_heads")}),
+    "phi3": Sharding(cuts=fused("self_attn", "qkv_proj", "o_proj") | rules.FUSED_GLU),
+    "apertus": Sharding(cuts=attention() | two("up_proj", "down_proj"), whole=frozenset({"mlp.act_fn"})),
+    "bailing_moe": states.BAILING,
     "bailing_hybrid": states.LING_HYBRID,
     "bailing_moe_linear": states.LING_LINEAR,
     "bailing_moe_v3": states.LING_DELTA,
-    "cohere": Sharding(cuts=attention() | glu() | rules.COHERE, sums=rules.SUMS),
+    "cohere": Sharding(cuts=attention() | glu() | rules.COHERE),
     **dict.fromkeys(("deepseek", "glm4_moe", "glm4v_moe", "solar_open"), rules.ROUTED),
     "dots1": rules.EXPERTS,
     "ernie4_5_moe": rules.moe(widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts"))),
-    **dict.fromkeys(("glm", "glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS)),
+    **dict.fromkeys(("glm", "glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU)),
     "gpt_neox": Sharding(
         cuts=fused("attention", "query_key_value", "dense", "qkv_groups") | two("dense_h_to_4h", "dense_4h_to_h"),
         sums=("attention", "mlp"),
@@ -74,15 +62,15 @@ SHARDING: dict[str, Sharding] = {
         attention="attention",
     ),
     **dict.fromkeys(("mixtral", "phimoe"), rules.BLOCK),
-    "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS),
+    "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj")),
     "nemotron-nas": rules.NEMOTRON_NAS,
-    "phi": Sharding(cuts=attention(out="dense") | two("fc1", "fc2"), sums=rules.SUMS),
+    "phi": Sharding(cuts=attention(out="dense") | two("fc1", "fc2")),
     "qwen2_moe": rules.moe(
         shared="mlp.shared_expert",
         router=("mlp.gate", "mlp.shared_expert_gate"),
         widths=((), rules.EXPERT, ("shared_expert_intermediate_size",)),
     ),
-    "starcoder2": Sharding(cuts=attention() | two("c_fc", "c_proj"), sums=rules.SUMS),
+    "starcoder2": Sharding(cuts=attention() | two("c_fc", "c_proj")),
     **dict.fromkeys(("olmo2", "olmo3"), rules.OLMO),
     "olmoe": replace(
         rules.moe(widths=((), rules.WIDTH, ())), cuts=rules.NORMED | glu("mlp.switch_mlp", "experts"), norms=rules.NORMS
@@ -130,10 +118,9 @@ SHARDING: dict[str, Sharding] = {
     "llama4_text": Sharding(
         cuts=attention() | glu("feed_forward"), sums=("self_attn", "feed_forward"), mlp=("intermediate_size_mlp",)
     ),
-    "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}, sums=rules.SUMS),
+    "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}),
     "spark2_5": Sharding(
         cuts=fused("self_attn", "q_k_v_proj", "out_proj") | rules.GATE | glu(),
-        sums=rules.SUMS,
         counts={"self_attn.q_size": ("q",), "self_attn.kv_size": ("kv",)},
     ),
     "nanochat": Sharding(

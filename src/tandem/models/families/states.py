@@ -61,7 +61,6 @@ OLMO_HYBRID = Sharding(
 KIMI_MOE = glu() | experts()
 KIMI_LATENT = Sharding(
     cuts=rules.LATENT | KIMI_MOE,
-    sums=rules.SUMS,
     whole=rules.LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
     experts=rules.EXPERT,
     shared=("moe_intermediate_size", "num_shared_experts"),
@@ -74,11 +73,10 @@ KIMI_LINEAR = replace(
             KIMI_LATENT,
             cuts={
                 **KIMI_MOE,
-                **{f"self_attn.{name}_proj": rows("delta_width") for name in ("q", "k", "v", "f_b", "g_b")},
-                **{f"self_attn.{name}_conv.conv": first("delta_width") for name in ("q", "k", "v")},
+                **each(rows("delta_width"), "self_attn", "q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj", "dt_bias"),
+                **each(first("delta_width"), "self_attn", "q_conv.conv", "k_conv.conv", "v_conv.conv"),
                 "self_attn.b_proj": rows("delta_heads"),
                 "self_attn.A_log": Cut("heads", ("delta_heads",)),
-                "self_attn.dt_bias": rows("delta_width"),
                 "self_attn.o_proj": columns("delta_width"),
             },
             whole=KIMI_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
@@ -113,8 +111,7 @@ def mamba2(path: str) -> Sharding:
             f"{path}.num_heads": ("ssm_heads",),
             f"{path}.intermediate_size": ("ssm_width",),
             f"{path}.n_groups": ("ssm_groups",),
-            f"{path}.conv_dim": inputs,
-            f"{path}.conv1d.groups": inputs,
+            **each(inputs, path, "conv_dim", "conv1d.groups"),
         },
     )
 
@@ -166,11 +163,9 @@ JAMBA = Sharding(
         **glu("feed_forward.switch_mlp", "experts"),
         "mamba.in_proj": rows("channels", "channels"),
         "mamba.conv1d": first("channels"),
-        "mamba.x_proj": columns("channels"),
-        "mamba.dt_proj": rows("channels"),
+        **each(rows("channels"), "mamba", "dt_proj", "D"),
         "mamba.A_log": Cut("heads", ("channels",)),
-        "mamba.D": rows("channels"),
-        "mamba.out_proj": columns("channels"),
+        **each(columns("channels"), "mamba", "x_proj", "out_proj"),
     },
     sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
     whole=frozenset({"feed_forward.router"}),
@@ -190,8 +185,7 @@ PLAMO2 = Sharding(
     axes=axes.plamo,
     counts={
         "mixer.q_num_heads": ("q_heads",),
-        "mixer.k_num_heads": ("kv_heads",),
-        "mixer.v_num_heads": ("kv_heads",),
+        **each(("kv_heads",), "mixer", "k_num_heads", "v_num_heads"),
         "mixer.q_proj_dim": ("q",),
         "mixer.k_proj_dim": ("kv",),
     },
@@ -200,18 +194,13 @@ PLAMO2 = Sharding(
             cuts={
                 "mixer.in_proj": rows("ssm_gated"),
                 "mixer.conv1d": first("ssm_width"),
-                "mixer.bcdt_proj": columns("ssm_width"),
                 **each(rows("ssm_heads"), "mixer", "dt_proj", "dt_bias", "A_log", "D"),
-                "mixer.out_proj": columns("ssm_width"),
+                **each(columns("ssm_width"), "mixer", "bcdt_proj", "out_proj"),
                 **rules.FUSED_GLU,
             },
             sums=("mixer.bcdt_proj", "mixer", "mlp"),
             attention="",
-            counts={
-                "mixer.num_heads": ("ssm_heads",),
-                "mixer.intermediate_size": ("ssm_width",),
-                "mixer.conv1d.groups": ("ssm_width",),
-            },
+            counts={"mixer.num_heads": ("ssm_heads",), **each(("ssm_width",), "mixer", "intermediate_size", "conv1d.groups")},
         )
     },
 )
@@ -300,8 +289,9 @@ LING = Sharding(
     attention="attention",
     whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
     experts=rules.EXPERT,
-    shared=rules.BAILING_SHARED,
+    shared=("moe_shared_expert_intermediate_size|moe_intermediate_size", "num_shared_experts"),
 )
+BAILING = replace(LING, cuts={**LING.cuts, **fused("attention", "query_key_value", "dense")})
 LING_LATENT = replace(
     LING,
     cuts={
@@ -320,10 +310,9 @@ LING_DELTA = replace(
             LING,
             cuts={
                 **LING.cuts,
-                **{f"attention.{name}_proj": rows("delta_width") for name in "qkvfg"},
-                **{f"attention.{name}_conv1d": first("delta_width") for name in "qkv"},
+                **each(rows("delta_width"), "attention", "q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "dt_bias"),
+                **each(first("delta_width"), "attention", "q_conv1d", "k_conv1d", "v_conv1d"),
                 **each(rows("delta_heads"), "attention", "b_proj", "A_log"),
-                "attention.dt_bias": rows("delta_width"),
                 "attention.o_proj": columns("delta_width"),
             },
             attention="",
@@ -349,17 +338,14 @@ LIGHTNING = {
         attention="",
         axes=axes.lightning,
         counts={
-            "attention.num_attention_heads": ("lightning_heads",),
-            "attention.num_key_value_heads": ("lightning_heads",),
+            **each(("lightning_heads",), "attention", "num_attention_heads", "num_key_value_heads"),
             "attention.g_norm.groups": ("lightning_groups",),
         },
         lists={"attention._slope": "lightning_heads"},
     )
 }
 LING_HYBRID = replace(LING_LATENT, axes=axes.lightning, variants=LIGHTNING)
-LING_LINEAR = replace(
-    LING, cuts={**LING.cuts, **fused("attention", "query_key_value", "dense")}, axes=axes.lightning, variants=LIGHTNING
-)
+LING_LINEAR = replace(BAILING, axes=axes.lightning, variants=LIGHTNING)
 _CHANNELS = ("channels",) * 3
 CONV = {"conv.conv": first("channels"), "conv.in_proj": rows(*_CHANNELS), "conv.out_proj": columns("channels")}
 LFM2 = Sharding(
@@ -367,7 +353,7 @@ LFM2 = Sharding(
     sums=("self_attn", "conv", "feed_forward"),
     mlp=axes.lfm2_width,
     axes=axes.channels("hidden_size"),
-    counts={"conv.conv.groups": ("channels",), "conv.args.hidden_size": ("channels",)},
+    counts=each(("channels",), "conv", "conv.groups", "args.hidden_size"),
 )
 LFM2_MOE = replace(
     LFM2,

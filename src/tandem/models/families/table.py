@@ -94,7 +94,7 @@ _TIED_BY_DEFAULT = (
 _UNTIED_BY_DEFAULT = (
     "qwen3", "qwen3_moe", "phi3", "dots1", "hunyuan_v1_dense", "internlm3", "mimo", "mixtral", "nemotron", "olmo3",
     "telechat3", "exaone_moe", "afmoe", "kimi_linear", "minimax", "llama4_text", "mellum", "minicpm", "minicpm3",
-    "muse_glimmer", "nanbeige", "nemotron-nas", "bailing_moe", "internlm2", "mistral4", "laguna",
+    "muse_glimmer", "nanbeige", "nemotron-nas", "bailing_moe", "internlm2", "mistral4", "laguna", "baichuan_m1",
 )  # fmt: skip
 _NEVER_TIED = (
     "deepseek", "glm4", "glm4_moe", "phimoe", "qwen2_moe", "solar_open", "stablelm", "phi", "step3p5", "Klear",
@@ -122,7 +122,6 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": Family(layers="backbone.layers", tied="never"),
     "rwkv7": Family(tied="config-false", extra_outputs=1),
     "recurrent_gemma": Family(tied="file", defaults={"multi_query": True}),
-    "baichuan_m1": Family(tied="config-false"),
     "youtu_llm": Family(defaults=_LATENT),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_vl"), Family(layers=_NESTED)),
     "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),

@@ -45,13 +45,6 @@ _ROUTED: JsonObject = {
     "rope_scaling": None,
 }
 _BAILING: JsonObject = {"num_shared_experts": 1, "first_k_dense_replace": 1, **_MOE}
-_ERNIE_MOE: JsonObject = {
-    "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 64, "moe_k": 2,
-    "moe_num_shared_experts": 1,
-}
-_PHIMOE_ROPE: JsonObject = {
-    "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.2,
-}
 _MLA: JsonObject = {
     "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16,
 }
@@ -77,22 +70,6 @@ _KIMI_LINEAR: JsonObject = {
 _LFM2: JsonObject = {
     "norm_eps": 1e-5, "full_attn_idxs": [1, 3], "conv_bias": True, "conv_L_cache": 3, "block_dim": 64,
     "block_ff_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
-}
-_LFM2_MOE: JsonObject = _LFM2 | _MOE | {"num_dense_layers": 1, "use_expert_bias": True}
-_MAMBA2: JsonObject = {
-    "num_heads": 8, "head_dim": 16, "state_size": 32, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 2,
-    "use_bias": False, "use_conv_bias": True, "time_step_limit": [0.01, 10.0], "time_step_rank": "auto",
-}
-_GRANITE_HYBRID: JsonObject = _GRANITE | {
-    **_MIXTRAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "mamba_n_heads": 8,
-    "mamba_d_head": 16, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2,
-    "mamba_proj_bias": False, "mamba_conv_bias": True, "position_embedding_type": "rope",
-    "time_step_limit": [0.01, 10.0],
-}
-_NEMOTRON_H: JsonObject = {
-    "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 32, "conv_kernel": 4,
-    "n_groups": 2, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
-    "time_step_limit": [0.01, 10.0], "head_dim": 16, "hybrid_override_pattern": ["M", "*", "-", "M"],
 }
 _STEP: JsonObject = {
     **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
@@ -157,11 +134,14 @@ TINY: dict[str, JsonObject] = {
     "deepseek": {"moe_layer_freq": 1, **_ROUTED},
     "dots1": _ROUTED | {"scoring_func": "noaux_tc"},
     "ernie4_5": {"use_bias": False, **_HEAD, **_TIED},
-    "ernie4_5_moe": {"use_bias": False, **_ERNIE_MOE},
+    "ernie4_5_moe": {
+        "use_bias": False, "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 64, "moe_k": 2,
+        "moe_num_shared_experts": 1,
+    },
     "exaone": {"layer_norm_epsilon": 1e-5},
     "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG", **_HEAD},
     "gemma2": {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0, **_HEAD},
-    "glm": {"attention_bias": True, **_HEAD},
+    **dict.fromkeys(("glm", "seed_oss"), {"attention_bias": True, **_HEAD}),
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True, **_HEAD},
     "glm4_moe": {"partial_rotary_factor": 0.5, "use_qk_norm": True, **_HEAD, **_ROUTED},
     "glm4v": {"text_config": {"attention_bias": True}},
@@ -177,9 +157,12 @@ TINY: dict[str, JsonObject] = {
     "olmo3": _KINDS,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
-    "phimoe": {"original_max_position_embeddings": 64, "rope_scaling": _PHIMOE_ROPE, **_MIXTRAL},
+    "phimoe": _MIXTRAL | {
+        "original_max_position_embeddings": 64, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.2,
+        },
+    },
     "qwen2_moe": {"shared_expert_intermediate_size": 64, **_MOE},
-    "seed_oss": {"attention_bias": True, **_HEAD},
     "smollm3": {"no_rope_layer_interval": 2},
     "solar_open": {"partial_rotary_factor": 1.0, **_HEAD, **_ROUTED},
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "qk_layernorm": True},
@@ -198,11 +181,23 @@ TINY: dict[str, JsonObject] = {
     "qwen3_5_moe": {"text_config": _NEXT},
     "kimi_linear": _KIMI_LINEAR,
     "lfm2": _LFM2,
-    "lfm2_moe": _LFM2_MOE,
+    "lfm2_moe": _LFM2 | _MOE | {"num_dense_layers": 1, "use_expert_bias": True},
     "olmo_hybrid": _DELTA | {"linear_allow_neg_eigval": True, "layer_types": ["linear_attention", "full_attention"]},
-    "granitemoehybrid": _GRANITE_HYBRID,
-    "mamba2": _MAMBA2,
-    "nemotron_h": _NEMOTRON_H,
+    "granitemoehybrid": _GRANITE | {
+        **_MIXTRAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2,
+        "mamba_proj_bias": False, "mamba_conv_bias": True, "position_embedding_type": "rope",
+        "time_step_limit": [0.01, 10.0],
+    },
+    "mamba2": {
+        "num_heads": 8, "head_dim": 16, "state_size": 32, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 2,
+        "use_bias": False, "use_conv_bias": True, "time_step_limit": [0.01, 10.0], "time_step_rank": "auto",
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 32, "conv_kernel": 4,
+        "n_groups": 2, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+        "time_step_limit": [0.01, 10.0], "head_dim": 16, "hybrid_override_pattern": ["M", "*", "-", "M"],
+    },
     "gemma3": {"text_config": _GEMMA3 | {"model_type": "gemma3_text"}},
     **dict.fromkeys(("mistral3", "llava"), _NESTED_LLAMA),
     "longcat_flash": _LONGCAT,
