@@ -6,6 +6,7 @@ import importlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +31,10 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
 def theirs() -> Any:
-    return importlib.import_module("mlx_vlm.speculative.drafters.gemma4_assistant")
+    package = "mlx_vlm.speculative.drafters.gemma4_assistant"  # by its modules, as loading leaves packages empty
+    config = importlib.import_module(f"{package}.config")
+    model = importlib.import_module(f"{package}.gemma4_assistant").Gemma4AssistantDraftModel
+    return SimpleNamespace(Model=model, ModelConfig=config.Gemma4AssistantConfig, TextConfig=config.TextConfig)
 
 
 def assistant(model: Path, *, ordered: bool = False, **changes: Any) -> Path:
@@ -180,6 +184,22 @@ def test_assistants_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[st
     with pytest.raises(ModelError) as error:
         LLM(str(model), **drafting("mtp", assistant(model, **changes)))
     assert words in error.value.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"masked_embedding__token_ordering": mx.arange(VOCAB) + 10**8},
+        {"config": {"centroid_intermediate_top_k": 99}},
+        {"config": {"num_centroids": 33}, "masked_embedding__centroids__weight": mx.zeros((33, 32))},
+    ],
+)
+def test_assistants_whose_clusters_do_not_fit_are_refused_at_the_start(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = gemma(tmp_path)
+    head = assistant(model, ordered=True)
+    change(head, **changes)
+    with pytest.raises(ModelError, match="does not fit the model's keys and values"):
+        LLM(str(model), **drafting("mtp", head))
 
 
 def test_assistants_are_refused_with_other_models_methods_and_layouts(tmp_path: Path) -> None:

@@ -217,6 +217,17 @@ def test_an_encoder_of_its_own_hands_over_the_bits(tmp_path: Path) -> None:
     assert mx.array_equal(found, want) and mx.array_equal(other, places) and mx.any(places)
 
 
+def test_pictures_are_checked_while_no_rank_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(seeing_model(tmp_path, "qwen3_vl")), dtype="float32") as llm:
+
+        def submit(engine: Engine) -> None:
+            with monkeypatch.context() as patched:  # as between the death of ranks and the start of others
+                patched.setattr(engine.rank_group, "ready", [])
+                engine._pictures.check(request("waits", "qwen3_vl", 0), ())
+
+        ask(llm, submit)
+
+
 def test_models_that_see_are_served_for_text_alone(tmp_path: Path) -> None:
     """With `--vision off` nothing is loaded or kept for pictures, and the prefix of the text is computed as ever."""
     path = seeing_model(tmp_path, "qwen3_vl")

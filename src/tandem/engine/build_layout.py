@@ -97,7 +97,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         if sizes[-1] > 1:
             raise LayoutError(
                 f"--draft-model: the assistant reads keys and values of all heads, of which each of the last stage's {sizes[-1]} "
-                "ranks has a part; give that stage one rank, as --pipeline-parallel-size does",
+                "ranks has a part; give that stage one rank, as --pipeline-parallel-size does, or leave it out",
                 param="draft_model",
             )
         description = replace(description, uncut=description.uncut | {*range(min(head.layers) + 1, description.num_layers)})

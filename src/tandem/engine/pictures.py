@@ -63,18 +63,23 @@ class PictureManager:
     def _bytes(self, positions: int) -> int:
         """Return the bytes of features of so many positions, in the type that ranks compute in."""
         description, spec = self._group.layout.description, self._group.layout.ranks[0]
-        item = compute_item(description, spec.dtype, gpu=self._group.ready[0].gpu)
+        item = compute_item(description, spec.dtype, gpu=bool(self._group.ready) and self._group.ready[0].gpu)
         return item * description.hidden_size * (1 + description.deepstack) * positions
 
     def look(self, scheduler: Scheduler) -> None:
         """Let waiting sequences join whose next features are held, and order the next picture if none is being encoded. Raises
         RankFailure."""
         looked, needs = list[tuple[Sequence, dict[str, Picture]]](), dict[str, tuple[Picture, Sequence]]()
+        need = 0
         for sequence in _prompts(scheduler):
-            if sequence.awaits_kv or sum(self._bytes(one.length) for one, _ in needs.values()) > FEATURE_BYTES:
+            if need > FEATURE_BYTES:
+                break
+            if sequence.awaits_kv:
                 continue
             looked.append((sequence, found := self._next(sequence, scheduler)))
-            needs |= {key: (one, sequence) for key, one in found.items()}
+            need += sum(self._bytes(one.length) for key, one in found.items() if key not in needs)
+            for key, one in found.items():
+                needs.setdefault(key, (one, sequence))
             for key in [one.key for one in sequence.request.pictures if one.key in self._held]:
                 self._held.move_to_end(key)
         lacks = next((key for key in needs if key not in self._held), None)
@@ -93,7 +98,7 @@ class PictureManager:
         for picture in sequence.request.pictures:
             if picture.stop > done and picture.key not in found:
                 room -= self._bytes(picture.length)
-                if room < 0:
+                if room < 0 and found:
                     break
                 found[picture.key] = picture
         return found
@@ -101,7 +106,7 @@ class PictureManager:
     def _order(self, picture: Picture, sequence: Sequence, needs: list[str], scheduler: Scheduler) -> None:
         """Have a picture encoded, if features that are needed later (`needs`: keys in this order) or not at all can make room."""
         before = needs[: needs.index(picture.key)]
-        most = FEATURE_BYTES - self._bytes(picture.length)
+        most = max(FEATURE_BYTES - self._bytes(picture.length), 0)  # ranks of another type may need more for it than all
         if sum(self._held[key] for key in before) > most:
             return
         free = [key for key in self._held if key not in needs]

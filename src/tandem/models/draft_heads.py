@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tandem.checkpoints.config import Watched, nested_text, read_config, section
+from tandem.checkpoints.config import Watched, read_config, section
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import UnsupportedModel
@@ -73,7 +73,8 @@ def read_head(kind: str, files: ModelFiles, model: ModelDescription) -> DraftHea
     label, needed, read = _KINDS[kind]
     families = [name for name, labels in FAMILIES.items() if label in labels]
     with (config := Watched(read_config(files.path), files.path)).named():
-        text = section(config, "transformer_layer_config") or nested_text(config) or config
+        nested = {"eagle3": "transformer_layer_config", "mtp": "text_config"}.get(kind, "")
+        text = section(config, nested) or config
         names = [name.format(i) for name in needed for i in range(_layers(tensors) if "{" in name else 1)]
         missing = [name for name in names if f"{name}.weight" not in tensors]
         rows = [text.get("vocab_size"), *(tensors[name].shape[0] for name in (_EMBEDDING, "t2d") if name in tensors)]
@@ -91,7 +92,8 @@ def read_head(kind: str, files: ModelFiles, model: ModelDescription) -> DraftHea
             head = read(config, text, tensors, model)
     if isinstance(head, DraftHead):
         return head
-    message = f"--draft-model {files.name}: {head}; name a head that was made for this model, or another --speculative-method"
+    remedy = "name a head that was made for this model, or leave out --draft-model"
+    message = f"--draft-model {files.name}: {head}; {remedy}"
     raise UnsupportedModel(message, param="draft_model")
 
 

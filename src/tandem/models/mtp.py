@@ -73,7 +73,7 @@ def require_head(name: str, family: str, num_layers: int, hidden_size: int, tens
     if family not in FAMILIES:
         raise UnsupportedModel(
             f"--speculative-method mtp: draft heads of {family} are not read, those of {', '.join(FAMILIES)} are; "
-            "leave it out, or name a small model with --draft-model",
+            "leave it out, or name a small model or this model's own head with --draft-model",
             param="speculative_method",
         )
     shapes = {short: tensors[stored].shape for stored, short in head_tensors(family, num_layers, tensors).items()}

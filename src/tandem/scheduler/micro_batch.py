@@ -109,7 +109,9 @@ class MicroBatch:
         """Return prompt chunks of up to `budget` tokens in all, the shortest remaining prompt first, overdue ones before.
         Embedding prompts only if `embeds`; none is divided that a later step can compute whole, in a pass that it shares. A
         prompt's last chunk waits for its grammar."""
-        waiting = [s for s in self.members.values() if not s.decoding and s.computable and (embeds or not s.request.pooling)]
+        waiting = [
+            s for s in self.members.values() if s.computed < s.target and s.computable and (embeds or not s.request.pooling)
+        ]
         overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE and not s.awaits_grammar), None)
         self._shortest_first = 0 if overdue else self._shortest_first + 1
         waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)

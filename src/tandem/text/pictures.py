@@ -86,7 +86,9 @@ class Processor:
         vars(sys.modules[base.__module__]).update(num2words=str)  # SmolVLM's asks for this package, and calls it for videos alone
         # mlx-vlm's module replaces the methods of transformers' class where the model is in this process too.
         theirs = sys.modules.get(f"mlx_vlm.models.{kind}.processing_{kind}")
-        own_methods = {name: getattr(theirs, f"_original_{name.strip('_')}", getattr(base, name)) for name in ("__init__", "__call__")}
+        own_methods = {
+            name: getattr(theirs, f"_original_{name.strip('_')}", getattr(base, name)) for name in ("__init__", "__call__")
+        }
         # Without the check, processors of types that take videos too would need torchvision for their video processor.
         made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None, **own_methods})
         only = {"local_files_only": True, "trust_remote_code": False}
@@ -96,7 +98,7 @@ class Processor:
             images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **only)
         file = Path(source) / "processor_config.json"
         stored = read_json(file) if file.exists() else {}
-        taken = inspect.signature(made.__init__).parameters
+        taken = inspect.signature(own_methods["__init__"]).parameters
         options = {name: stored[name] for name in taken.keys() - _OWN if name in stored}
         options |= dict.fromkeys(_OTHERS & taken.keys())
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **only)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from tandem.checkpoints.config import read_config
@@ -116,6 +116,18 @@ class AssistantHead(DFlashHead):
         self._model.set_shared_kv({}, 0)
         return found
 
+    def try_out(self) -> None:
+        """Guess one token from zeros. Raise one of FAILURES if shapes or the order of tokens do not fit the model."""
+        stage, masked, kv = self._target, self._model.masked_embedding, dict[str, list[mx.array]]()
+        for _, cache, arrays in stage.cache_members:
+            kind = "sliding_attention" if type(cache) is RotatingKVCache else "full_attention"
+            packed = len(arrays) > 2  # codes, scales and biases of keys, then of values
+            sides = [arrays[i][0] for i in ((1, 4) if packed else (0, 1))]
+            kv[kind] = [mx.zeros((1, side[1], 2, side[3] * (cache.group_size if packed else 1)), stage.dtype) for side in sides]
+        if masked is not None and not mx.array_equal(mx.sort(masked.token_ordering), mx.arange(self.vocab_size)).item():
+            raise ValueError("its token_ordering does not name each token once")
+        mx.eval(self.block(0, mx.zeros((1, 1, self.width), stage.dtype), kv, 1))
+
 
 def load_head(kind: str, files: ModelFiles, target: ModelFiles, stage: StageModel, *, dequantize: bool) -> Eagle3Head:
     """Load the head of this kind in `files` for the rank of the last `stage` of the model in `target`. Raises ModelError.
@@ -150,7 +162,14 @@ def load_head(kind: str, files: ModelFiles, target: ModelFiles, stage: StageMode
         own = [*_arrays(loaded), built._fused_context_kv_weight]
     if kind == "mtp":
         built.bind(SimpleNamespace(embed_tokens=built.embed_tokens, embed_scale=model.hidden_size**0.5))
-    return _KINDS[kind][0](built, own, head, stage)
+    made = _KINDS[kind][0](built, own, head, stage)
+    if isinstance(made, AssistantHead):
+        try:
+            made.try_out()
+        except FAILURES as error:
+            why = f"--draft-model {files.name}: does not fit the model's keys and values ({one_line(error)}); name another head"
+            raise BrokenModel(why, param="draft_model") from error
+    return made
 
 
 def _stored(files: ModelFiles) -> Weights:
@@ -204,7 +223,7 @@ def _build(files: ModelFiles, head: DraftHead) -> Any:
         built = getattr(theirs, f"{name}DraftModel")(getattr(theirs, f"{name}Config").from_dict(head.config))
     except FAILURES as error:
         raise BrokenModel(f"{files.path}/config.json: describes no head that mlx-vlm builds: {one_line(error)}") from error
-    text = head.config.get("transformer_layer_config", {})
+    text: Any = head.config["transformer_layer_config"] if head.kind == "eagle3" else {}
     rope = text.get("rope_scaling") or text.get("rope_parameters")
     for layer in built.layers if rope else ():  # theirs reads the base alone
         own = built.config.transformer_layer_config
