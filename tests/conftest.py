@@ -33,6 +33,7 @@ LONGEST = {
     "test_engine_soak.py",
     "test_e2e_kinds.py",
     "test_faults_ranks.py",
+    "test_loading_shard_parity.py",
 }
 """Files that take minutes."""
 
