@@ -251,7 +251,7 @@ class SpeculationSettings:
     kind. Answers stay what they are without it, and where it does not pay it stops by itself (docs/speculation.md). auto:
     draft_model if one is named, else mtp if there is a head, else none."""
     draft_model: Filled | None = None
-    """Path or hub id of a small model, or of a draft head with a directory of its own; the rank that samples loads all of it."""
+    """Path or hub id of a small model, or of a separate draft head; the rank that samples loads all of it."""
     num_speculative_tokens: Drafts = 5
     """Most tokens that are guessed for a sequence at once."""
     prompt_lookup_max: Lookup = 5
