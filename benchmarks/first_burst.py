@@ -52,11 +52,9 @@ def main() -> None:
                     rows.append([number, name, started, *(1e3 * one for one in last), last[0] / last[2]])
                     print(*rows[-1], flush=True)
                     print(*(line for line in server.log().splitlines() if "Warm-up:" in line), sep="\n", flush=True)
-                    new = (
-                        []
-                        if not args.short
-                        else [[f"first of {args.short} x {SHORT} / alone", *_short(server, prompts, args.short)]]
-                    )
+                    new: list[list[object]] = []
+                    if args.short:
+                        new.append([f"first of {args.short} x {SHORT} / alone", *_short(server, prompts, args.short)])
                     for size in args.loads * 2:
                         new.append([f"64 clients, {size} + 128", _rate(server, prompts, size), "tok/s"])
                     if args.long:

@@ -92,8 +92,7 @@ def read_head(kind: str, files: ModelFiles, model: ModelDescription) -> DraftHea
             head = read(config, text, tensors, model)
     if isinstance(head, DraftHead):
         return head
-    remedy = "name a head that was made for this model, or leave out --draft-model"
-    message = f"--draft-model {files.name}: {head}; {remedy}"
+    message = f"--draft-model {files.name}: {head}; name a head that was made for this model, or leave out --draft-model"
     raise UnsupportedModel(message, param="draft_model")
 
 
