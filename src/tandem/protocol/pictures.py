@@ -52,8 +52,12 @@ class EncodePicture(Struct, frozen=True, tag=True):
     tokens: list[int]
     """Tokens of its span in the prompt."""
     inputs: bytes
+    """Inputs of the `Picture`; empty on the bus, beside which ranks read them from `endpoint`."""
     evicts: list[str] = []
     """Keys of pictures whose features are dropped first."""
+    endpoint: str = ""
+    size: int = 0
+    """Bytes of the inputs there."""
 
 
 class PictureEncoded(Struct, frozen=True, tag=True):
