@@ -27,6 +27,9 @@ class Answers:
         self.error = self.error or error
         self._news.set()
 
+    def inputs_of(self, key: str) -> bytes:
+        raise AssertionError(key)
+
     def tried(self, *, resting: bool) -> None:
         raise AssertionError(resting)
 

@@ -226,7 +226,7 @@ def prompt_with(family: str, *parts: list[int] | int) -> tuple[list[int], tuple[
         span = [IMAGE] * row if not rows else ([IMAGE] * row + [SEPARATOR]) * rows
         span = span[:-1] if rows else span
         data = save(inputs(family, part))
-        pictures.append(Picture(hashlib.sha256(data).hexdigest(), len(tokens), len(span), *grid, inputs=data))
+        pictures.append(Picture(hashlib.sha256(data).hexdigest(), len(tokens), len(span), *grid, inputs=data, size=len(data)))
         tokens += span
     return tokens, tuple(pictures)
 

@@ -16,7 +16,7 @@ from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
 from tandem.errors import RankFailure
 from tandem.executors.executor import Executor, Progress
-from tandem.protocol.control import Output, Ready, Refused, Stepped
+from tandem.protocol.control import NeedPicture, Output, PictureContent, Ready, Refused, Stepped
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan
@@ -190,8 +190,8 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("seeing"), "gemma3", config=vision)
 
 
-def show(engine: Engine, name: str, keys: str) -> None:
-    pictures = tuple(Picture(key * 64, 2 + 5 * at, 4, inputs=b"") for at, key in enumerate(keys))
+def show(engine: Engine, name: str, keys: str, size: int = 0) -> None:
+    pictures = tuple(Picture(key * 64, 2 + 5 * at, 4, inputs=b"", size=size) for at, key in enumerate(keys))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     engine.submit(EngineRequest(request_id=name, prompt=[7] * (15 + 5 * len(keys)), params=params, pictures=pictures))
 
@@ -231,19 +231,22 @@ def test_a_picture_that_kills_the_encoder_is_refused_alone(seeing: Path, clock: 
 def test_chunks_have_the_features_of_their_pictures(
     seeing: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Requests with more pictures than ranks may hold, while ranks are killed and sequences preempted."""
+    """Requests with more pictures than ranks may hold, while ranks are killed and sequences preempted. Apis have the inputs,
+    which come late, in any order, and not at all where a request is aborted."""
     rng, room = random.Random(seed), 3
     executor = Killed(clock, 0.05, 1.0, [clock.now + 4 + 9 * i for i in range(4)])
     engine = an_engine(seeing, executor)
-    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", room * engine._pictures._bytes(4))
+    monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", room * engine.pictures._bytes(4))
     asked = {str(i): "".join(rng.choices("0123456789abcdef", k=rng.choice((0, 1, 2, 7, 12)))) for i in range(16)}
     for name, keys in asked.items():
-        show(engine, name, keys)
+        show(engine, name, keys, size=64)
     held, answered, start = set[str](), list[str](), executor.start
+    questions, aborted = list[NeedPicture](), set[str]()
 
     def follow() -> None:
         for order in executor.orders:
             if isinstance(order, EncodePicture):
+                assert order.inputs == order.key.encode()
                 held.difference_update(order.evicts)
                 held.add(order.key)
                 assert len(held) <= room
@@ -260,9 +263,18 @@ def test_chunks_have_the_features_of_their_pictures(
 
     monkeypatch.setattr(executor, "start", restart)
     while not engine.idle:
-        answered += [one.request_id for one in engine.pump(0.0) if isinstance(one, Output) and one.finish_reason]
+        messages = engine.pump(0.0)
+        answered += [one.request_id for one in messages if isinstance(one, Output) and one.finish_reason]
+        questions += [one for one in messages if isinstance(one, NeedPicture)]
         follow()
         check_invariants(engine.scheduler)
         if rng.random() < 0.1:
             engine.scheduler.batches.relieve()
-    assert sorted(answered) == sorted(asked) and executor.deaths
+        if questions and len(aborted) < 3 and rng.random() < 0.02:
+            aborted.add(questions[-1].request_id)
+            engine.abort(questions[-1].request_id)
+        if questions and rng.random() < 0.5:
+            question = questions.pop(rng.randrange(len(questions)))
+            if question.request_id not in aborted:
+                engine.pictures.give(PictureContent(question.key, question.key.encode()))
+    assert sorted(answered) == sorted(asked.keys() - aborted) and executor.deaths and aborted

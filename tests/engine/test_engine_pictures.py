@@ -28,7 +28,7 @@ from tandem.models.description import describe, of_vision
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.processes.sandbox import Sandbox, SandboxEnded, TaskReply
-from tandem.protocol.control import EngineMessage
+from tandem.protocol.control import EngineMessage, NeedPicture, PictureContent
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded, hashed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp
@@ -87,7 +87,7 @@ def test_cached_prefixes_are_of_one_picture(tmp_path: Path, family: str, before:
     asked = [request(name, family, start, seed, AFTER) for name, seed in (("first", 1), ("other", 2), ("again", 1))]
     with LLM(str(path), prefix_cache=0.25, kv_tokens=2000) as llm:
         outputs = {one.request_id: list(submitted(llm, [one])) for one in asked}
-        held = ask(llm, lambda engine: list(engine._pictures._held))
+        held = ask(llm, lambda engine: list(engine.pictures._held))
     assert {name: found[0].cached_tokens for name, found in outputs.items()} == {"first": 0, "other": other, "again": again}
     for name, seed in (("other", 2), ("again", 1)):
         found = [token for output in outputs[name] for token in output.tokens]
@@ -112,7 +112,7 @@ def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.Monke
     most = []
 
     def disturb(_: Event) -> None:
-        most.append(sum(llm.engine._pictures._held.values()))
+        most.append(sum(llm.engine.pictures._held.values()))
         llm.engine.scheduler.batches.relieve()
 
     with LLM(str(path), prefill_chunk=16, prefix_cache=0.0, pipeline_parallel_size=stages) as llm:
@@ -129,18 +129,32 @@ def test_features_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_pictures_of_a_cached_prefix_are_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation that grows by a picture a turn, as an agent's, with room for the features of two."""
+    """A conversation that grows by a picture a turn, as an agent's, with room for the features of two. Its api keeps their
+    inputs until they are asked for."""
     monkeypatch.setattr("tandem.engine.pictures.FEATURE_BYTES", 24 * 4 * 64 * 4)
     path = seeing_model(tmp_path, "qwen3_vl")
     turns: list[tuple[list[int] | int, ...]] = [(BEFORE, 1, 2, 3, 4, 5, AFTER), (BEFORE, 1, 2, 3, 4, 5, AFTER, 6, BETWEEN)]
-    encoded = []
+    encoded, sent, inputs = [], [], dict[str, bytes]()
     with LLM(str(path), prefix_cache=0.5, kv_tokens=2000) as llm:
+        take = llm.engine.take_messages
+
+        def answering() -> list[EngineMessage]:
+            messages = take()
+            for one in messages:
+                if isinstance(one, NeedPicture):
+                    sent.append(one.key)
+                    llm.engine.pictures.give(PictureContent(one.key, inputs[one.key]))
+            return messages
+
+        monkeypatch.setattr(llm.engine, "take_messages", answering)
         encode = llm.engine.executor.encode
         monkeypatch.setattr(llm.engine.executor, "encode", lambda order: (encoded.append(order.key), encode(order)))
         for turn in turns:
             asked = request("turn", "qwen3_vl", *turn)
-            assert answers(llm, asked)["turn"] == alone(path, "qwen3_vl", PARAMS.max_tokens, *turn)
-    assert encoded == [one.key for one in asked.pictures]
+            inputs |= {one.key: one.inputs for one in asked.pictures}
+            bare = tuple(replace(one, inputs=b"") for one in asked.pictures)
+            assert answers(llm, replace(asked, pictures=bare))["turn"] == alone(path, "qwen3_vl", PARAMS.max_tokens, *turn)
+    assert encoded == sent == [one.key for one in asked.pictures]
 
 
 def test_pictures_outlive_a_rank(tmp_path: Path) -> None:
@@ -204,13 +218,13 @@ def test_an_encoder_of_its_own_hands_over_the_bits(tmp_path: Path) -> None:
     files = resolve(str(seeing_model(tmp_path, "qwen3_vl")))
     [picture], insert = request("a", "qwen3_vl", 1).pictures, partial(InsertOp, "a", [], 12, PARAMS)
     order = EncodePicture(picture.key, [IMAGE] * picture.length, picture.inputs)
-    own = PictureFeatures(partial(Encoder, files, mx.bfloat16))
-    taker = PictureFeatures(Encoder, EncoderProcess(None, files, mx.bfloat16))
+    own, taker = PictureFeatures(partial(Encoder, files, mx.bfloat16)), PictureFeatures(Encoder)
     assert own.encode(order) == ""
-    features = own._held[picture.key]
-    taker._held[picture.key] = own.pack(picture.key)
-    own._held[picture.key] = features
-    assert len(taker._held[picture.key]) < 2 * 4 * 64 * picture.length + 1000
+    features, path = own._held[picture.key], tmp_path / "features.safetensors"
+    own.pack(picture.key, str(path))
+    own._held[picture.key], taker._held[picture.key] = features, mx.load(str(path))
+    assert path.stat().st_size < 2 * 4 * 64 * picture.length + 1000
+    path.unlink()
     chunk = [PrefillOp("a", 0, picture.length, True)], [insert(pictures=[replace(picture.span, start=0)])], picture.length
     (want, places), (found, other) = own.of(*chunk), taker.of(*chunk)
     assert found.dtype == want.dtype == mx.bfloat16
@@ -223,7 +237,7 @@ def test_pictures_are_checked_while_no_rank_runs(tmp_path: Path, monkeypatch: py
         def submit(engine: Engine) -> None:
             with monkeypatch.context() as patched:  # as between the death of ranks and the start of others
                 patched.setattr(engine.rank_group, "ready", [])
-                engine._pictures.check(request("waits", "qwen3_vl", 0), ())
+                engine.pictures.check(request("waits", "qwen3_vl", 0), ())
 
         ask(llm, submit)
 
@@ -307,7 +321,7 @@ def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypa
         for changes, words in (
             ({"start": len(good.prompt) - 1}, "does not lie in the prompt"),
             ({"key": "x"}, "has no key"),
-            ({"inputs": bytes(INPUT_BYTES + 1)}, "64 are allowed"),
+            ({"size": INPUT_BYTES + 1}, "64 are allowed"),
         ):
             with pytest.raises(RequestError, match=words):
                 answers(llm, replace(good, pictures=(replace(broken, **changes),)))
@@ -321,11 +335,11 @@ def test_pictures_that_cannot_be_seen_are_refused_alone(tmp_path: Path, monkeypa
         for most, refusal in ((size - 1, RequestError), (2 * size - 1, OverloadedError)):
             monkeypatch.setattr("tandem.engine.pictures.LIVE_BYTES", most)
             with pytest.raises(refusal):
-                ask(llm, lambda engine: engine._pictures.check(good, [Sequence(good, 1)]))
+                ask(llm, lambda engine: engine.pictures.check(good, [Sequence(good, 1)]))
         refusals: list[list[EngineMessage]] = []
 
         def fail(_: Event) -> None:  # when it is encoded again for another request, and this one needs it no more
-            pictures, key = llm.engine._pictures, good.pictures[0].key
+            pictures, key = llm.engine.pictures, good.pictures[0].key
             pictures._held.clear()
             pictures.encoding = EncodePicture(key, [], b"")
             refusals.append(pictures.take(PictureEncoded(0, key, "no memory"), llm.engine.scheduler))

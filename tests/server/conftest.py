@@ -36,7 +36,9 @@ from tandem.protocol.control import (
     HandedOver,
     HandOver,
     MetricsText,
+    NeedPicture,
     Output,
+    PictureContent,
     QuarantineNotice,
     QueryMetrics,
     QueryStatus,
@@ -158,6 +160,8 @@ class FakeEngine:
         self.cached = 0, 0
         self.timing = self.interrupted = None
         """Tokens of each prompt that it has, and those of them that are on disk."""
+        self.encodes = True
+        """Pictures are encoded: their inputs are asked for."""
         self.delay = 0.0
         self.outputs: int | None = None
         """How many more tokens it sends; None for all."""
@@ -249,10 +253,17 @@ class FakeEngine:
                 status, text, code, retry = self.refusal
                 self._send(identity, Refused(message.request.request_id, status, text, code, None, retry))
             else:
+                for picture in message.request.pictures if self.encodes else ():
+                    self._send(identity, NeedPicture(message.request.request_id, picture.key))
                 self._live[message.request.request_id] = Sequence(identity, message.request, self)
                 if message.request.quarantine_record is not None and message.request.quarantine_record.suspect:
                     resting = self.rests and message.request.quarantine_record.rests
                     self._send(identity, QuarantineNotice(message.request.request_id, resting=resting))
+        elif isinstance(message, PictureContent):
+            whole = {message.key: {"inputs": message.inputs}}
+            for name, request in self.submitted.items():
+                pictures = tuple(msgspec.structs.replace(one, **whole.get(one.key, {})) for one in request.pictures)
+                self.submitted[name] = msgspec.structs.replace(request, pictures=pictures)
         elif isinstance(message, Abort):
             self.aborted.add(message.request_id)
             if message.answered:
@@ -272,6 +283,8 @@ class FakeEngine:
     def _advance(self) -> None:
         now = time.monotonic()
         for request_id, sequence in list(self._live.items()):
+            if self.encodes and any(not picture.inputs for picture in self.submitted[request_id].pictures):
+                continue
             while sequence.outputs and sequence.due <= now:
                 if self.outputs == 0:
                     return

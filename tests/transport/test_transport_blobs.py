@@ -12,8 +12,10 @@ import pytest
 import zmq
 
 from tandem.errors import TransportError
+from tandem.executors.weight_source import obtain_inputs
 from tandem.protocol.blob_messages import BlobAnswer, ListFiles, Range, ReadRange, Refusal
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.pictures import EncodePicture
 from tandem.transport.blobs import ATTEMPTS, CHUNK, WINDOW, BlobClient, BlobServer, checksum
 
 CONTENT = {"config.json": b"{}", "empty.txt": b"", "big.safetensors": random.Random(0).randbytes(CHUNK + 12345)}
@@ -193,3 +195,16 @@ def test_garbage_and_greedy_members_harm_nobody(server: BlobServer, client: Blob
     assert read(client, Range("config.json", 0, 2)) == [b"{}"]
     socket.close()
     context.term()
+
+
+def test_inputs_of_a_picture_arrive_in_parts_or_not_at_all(keys: ClusterKeys) -> None:
+    server, inputs = BlobServer((), keys), random.Random(1).randbytes(2 * CHUNK + 7)
+    order = EncodePicture("a" * 64, [1], b"", ["b"], server.endpoint, len(inputs))
+    try:
+        server.data = {order.key: memoryview(inputs)}
+        assert obtain_inputs(order, keys) == EncodePicture(order.key, [1], inputs, ["b"], server.endpoint, len(inputs))
+        server.data = {"b": memoryview(inputs)}
+        with pytest.raises(TransportError, match="is not one of"):
+            obtain_inputs(order, keys)
+    finally:
+        server.close()

@@ -94,7 +94,7 @@ class Engine:
         self._report = StatusReport(self.rank_group, self.metrics)
         self._cache_queries = CacheQueryHandler(self.rank_group, self._report)
         self.adapters = AdapterManager(settings.model, self.rank_group)
-        self._pictures = PictureManager(self.rank_group)
+        self.pictures = PictureManager(self.rank_group)
         self._result_collector = ResultCollector()
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
@@ -149,7 +149,7 @@ class Engine:
                 code="model_cannot_generate",
             )
         if request.pictures:
-            self._pictures.check(request, self._scheduler.sequences.values())
+            self.pictures.check(request, self._scheduler.sequences.values())
         adapter = self.rank_group.adapters.get(request.adapter)
         if request.adapter and adapter is None:
             raise UnavailableError(f"The lora adapter '{request.adapter}' is not loaded.", code="adapter_not_loaded")
@@ -237,7 +237,7 @@ class Engine:
             self.rank_group.widen(self._scheduler)
             self._send_plans()
             waits = (
-                self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling or self._pictures.encoding
+                self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling or self.pictures.encoding
             )
             for report in self.executor.collect(timeout_s if waits else 0.0):
                 self._take(report)
@@ -258,7 +258,7 @@ class Engine:
         self._compiling = _Standstill()
         self._cache_queries.give_up()
         self.adapters.give_up()
-        self._pictures.forget()
+        self.pictures.forget()
         self._result_collector.forget()
         self.rank_group.recover(scheduler, failure, self._out)
 
@@ -283,7 +283,7 @@ class Engine:
         now = time.monotonic()
         self._send_disk_orders(now)
         if self.scheduler.had_pictures:
-            self._pictures.look(self.scheduler)
+            self._out += self.pictures.look(self.scheduler)
         self._migrate(now)
         self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:
@@ -320,7 +320,7 @@ class Engine:
             self.scheduler.compiled(report.request_id)
             return
         if isinstance(report, PictureEncoded):
-            self._out += self._pictures.take(report, self.scheduler)
+            self._out += self.pictures.take(report, self.scheduler)
             return
         if isinstance(report, AdapterLoaded):
             self.adapters.take(report)

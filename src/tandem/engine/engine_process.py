@@ -145,6 +145,8 @@ class EngineService:
         elif isinstance(message, control.QuarantineAck):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
+        elif isinstance(message, control.PictureContent):
+            self._engine.pictures.give(message)
         elif isinstance(message, QueryCache):
             self._engine.query_cache(message, partial(self._ipc_server.send, client))
         elif isinstance(message, ChangeAdapter):
@@ -184,7 +186,7 @@ class EngineService:
         batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
-            if not isinstance(message, control.Output | control.Refused | control.HandedOver | control.QuarantineNotice):
+            if not isinstance(message, control.OfRequest):
                 continue
             over = isinstance(message, control.Refused | control.HandedOver) or (
                 isinstance(message, control.Output) and message.finish_reason is not None

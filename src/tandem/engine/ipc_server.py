@@ -16,8 +16,6 @@ from tandem.crash_guard import start_thread
 from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
 from tandem.protocol import control
-from tandem.protocol.adapters import ChangeAdapter
-from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.request import MAX_PICTURE_BYTES
 from tandem.transport.mailbox import Mailbox
@@ -32,10 +30,7 @@ DOUBT_S = 2.0
 """Seconds without a message before an api is probed: sending fails if its socket is closed."""
 MAX_FRAME = 64 * 2**20 + MAX_PICTURE_BYTES
 Client = bytes
-Inbound = (
-    control.Submit | control.Abort | control.QuarantineAck | QueryCache | ChangeAdapter | control.HandOver | control.Neighbours
-    | control.Detach
-)  # fmt: skip
+Inbound = control.Order
 
 
 class IPCServer:

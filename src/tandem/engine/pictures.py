@@ -10,15 +10,15 @@ from tandem.engine.recovery import RankGroup
 from tandem.errors import OverloadedError, RequestError
 from tandem.models.footprint import compute_item
 from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES
-from tandem.protocol.control import EngineMessage, Refused
+from tandem.protocol.control import EngineMessage, NeedPicture, PictureContent, Refused
 from tandem.protocol.pictures import EncodePicture, Picture, PictureEncoded
 from tandem.protocol.request import EngineRequest
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
 LIVE_BYTES = 2**30
-"""Most bytes of the inputs of all live requests, which the engine keeps for new ranks."""
-_KEY = re.compile("[0-9a-f]{64}")
+"""Most bytes of the inputs of all live requests, which are kept for new ranks."""
+_KEY, _NOTHING = re.compile("[0-9a-f]{64}"), PictureContent("", b"")
 
 
 class PictureManager:
@@ -35,6 +35,9 @@ class PictureManager:
         """Order that ranks have not answered yet."""
         self._step = -1
         """Step that was next when the last order was sent."""
+        self._asked: NeedPicture | None = None
+        """Last question to an api since the last order."""
+        self._given = _NOTHING
         self._answers: dict[int, PictureEncoded] = {}
         """Answers so far by rank."""
 
@@ -50,14 +53,14 @@ class PictureManager:
             fits = stop <= picture.start and picture.length > 0 and picture.stop <= len(request.prompt)
             if not (fits and _KEY.fullmatch(picture.key)):
                 raise RequestError(f"picture {number} has no key, or does not lie in the prompt", param="messages")
-            _require_at_most(INPUT_BYTES, f"picture {number} takes", len(picture.inputs))
+            _require_at_most(INPUT_BYTES, f"picture {number} takes", picture.size)
             _require_at_most(FEATURE_BYTES, f"the features of picture {number} take", self._bytes(picture.length))
             if description.mrope_section and picture.rows * picture.columns != picture.length:
                 raise RequestError(f"picture {number} has no image_grid_thw that fits its tokens", param="messages")
             stop = picture.stop
-        own = sum(len(picture.inputs) for picture in request.pictures)
+        own, *others = (sum(one.size for one in each.pictures) for each in (request, *(one.request for one in live)))
         _require_at_most(LIVE_BYTES, "these pictures take", own)
-        if own + sum(len(picture.inputs) for one in live for picture in one.request.pictures) > LIVE_BYTES:
+        if own + sum(others) > LIVE_BYTES:
             raise OverloadedError("pictures of other requests fill the room for them; try again later")
 
     def _bytes(self, positions: int) -> int:
@@ -66,9 +69,14 @@ class PictureManager:
         item = compute_item(description, spec.dtype, gpu=bool(self._group.ready) and self._group.ready[0].gpu)
         return item * description.hidden_size * (1 + description.deepstack) * positions
 
-    def look(self, scheduler: Scheduler) -> None:
-        """Let waiting sequences join whose next features are held, and order the next picture if none is being encoded. Raises
-        RankFailure."""
+    def give(self, answer: PictureContent) -> None:
+        """Take the inputs of the picture that `look` asked for last."""
+        if self._asked is not None and answer.key == self._asked.key:
+            self._given = answer
+
+    def look(self, scheduler: Scheduler) -> list[EngineMessage]:
+        """Let waiting sequences join whose next features are held, and order the next picture if none is being encoded. Return
+        the question for its inputs if an api has them. Raises RankFailure."""
         looked, needs = list[tuple[Sequence, dict[str, Picture]]](), dict[str, tuple[Picture, Sequence]]()
         need = 0
         for sequence in _prompts(scheduler):
@@ -85,10 +93,17 @@ class PictureManager:
         lacks = next((key for key in needs if key not in self._held), None)
         runs = any(one.decoding or one.computable for one in scheduler.batches.members())
         rests = runs and scheduler.next_step == self._step  # a step of those that run comes first
-        if lacks is not None and self.encoding is None and not rests:
-            self._order(*needs[lacks], [*needs], scheduler)
+        asks = list[EngineMessage]()
+        if lacks is not None and self.encoding is None:
+            picture, sequence = needs[lacks]
+            if picture.size and not picture.inputs and self._given.key != lacks:
+                ask = NeedPicture(sequence.request_id, lacks)
+                asks, self._asked = [ask] if ask != self._asked else [], ask
+            elif not rests:
+                self._order(picture, sequence, [*needs], scheduler)
         for sequence, found in looked:
             sequence.features, sequence.awaits_pictures = self._held, not found.keys() <= self._held.keys()
+        return asks
 
     def _next(self, sequence: Sequence, scheduler: Scheduler) -> dict[str, Picture]:
         """Return the pictures behind what is computed or cached of a prompt, as many as ranks may hold."""
@@ -115,8 +130,8 @@ class PictureManager:
             self._evicts.append(free.pop(0))
             del self._held[self._evicts[-1]]
         tokens = sequence.tokens[picture.start : picture.stop]
-        self.encoding, self._answers = EncodePicture(picture.key, tokens, picture.inputs, self._evicts), {}
-        self._evicts, self._step = [], scheduler.next_step
+        self.encoding, self._answers = EncodePicture(picture.key, tokens, picture.inputs or self._given.inputs, self._evicts), {}
+        self._evicts, self._step, self._asked, self._given = [], scheduler.next_step, None, _NOTHING
         for one in _prompts(scheduler, picture.key) if not self._group.layout.ranks[0].encoder_seconds else ():
             one.encoding = True
         self._group.executor.encode(self.encoding)

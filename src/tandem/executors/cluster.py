@@ -112,6 +112,7 @@ class ClusterExecutor(Executor):
         self._bus: EngineBus | None = None
         self._process_groups: list[ProcessGroup] = []
         self._blobs: BlobServer | None = None
+        self._inputs: BlobServer | None = None
         self._keys = ClusterKeys.generate()
         self._adapter_files: dict[int, BlobServer] = {}
         """Servers of LoRA adapters' files, by index."""
@@ -125,8 +126,7 @@ class ClusterExecutor(Executor):
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Launch, connect and load all ranks; return their `Ready`. Ends the rank group before raising."""
-        self._generation = secrets.token_hex(8)
-        self._connected = self._failed = False
+        self._generation, self._connected, self._failed = secrets.token_hex(8), False, False
         self._watchdog.begin(time.monotonic())
         keys = self._keys = ClusterKeys.generate()
         try:
@@ -183,10 +183,10 @@ class ClusterExecutor(Executor):
             self._send(spec.rank, replace(order, weights_endpoint=seen_from(place, served)) if served else order)
 
     def _stop_serving(self) -> None:
-        for server in (self._blobs, *self._adapter_files.values()):
+        for server in (self._blobs, self._inputs, *self._adapter_files.values()):
             if server is not None:
                 server.close()
-        self._blobs, self._adapter_files = None, {}
+        self._blobs, self._inputs, self._adapter_files = None, None, {}
 
     def _launch(self, places: list[Place], keys: ClusterKeys) -> None:
         """Start all ranks. Ranks on one machine divide its usable memory."""
@@ -194,8 +194,8 @@ class ClusterExecutor(Executor):
         process_groups = self._make_process_groups()
         self._recruited = places
         machines = Counter(place.machine for place in places)
-        disks = {(place.machine, spec.kv_disk) for place, spec in zip(places, self._specs, strict=True)}
-        lending = self._lending or (keys if len(disks) > 1 else None)
+        several = len({(place.machine, spec.kv_disk) for place, spec in zip(places, self._specs, strict=True)}) > 1
+        lending = self._lending or (keys if several else None)
         for spec, place, process_group in zip(self._specs, places, process_groups, strict=True):
             whole = spec.memory_share * len(self._specs)
             variables = {} if process_group is None else process_group[0].variables(process_group[1])
@@ -301,18 +301,18 @@ class ClusterExecutor(Executor):
             self._broadcast(order)
             return
         for spec, place in zip(self._specs, self._recruited, strict=True):
-            remote_stores = [
-                (store, seen_from(place, endpoint) if endpoint.startswith(f"tcp://{ANY}:") else endpoint)
-                for store, endpoint in order.remote_stores
-            ]
-            self._send(spec.rank, UseRemoteStores(remote_stores))
+            seen = [(store, seen_from(place, at) if at.startswith(f"tcp://{ANY}:") else at) for store, at in order.remote_stores]
+            self._send(spec.rank, UseRemoteStores(seen))
 
     def encode(self, order: EncodePicture) -> None:
-        """Send the order to the ranks of the first stage."""
+        """Send the order to the ranks of the first stage, and serve its inputs beside the bus, where plans would wait."""
+        self._inputs = self._inputs or BlobServer((), self._keys, self._launcher.bus_host)
+        self._inputs.data, size = {order.key: memoryview(order.inputs)}, len(order.inputs)
         first = [spec for spec in self._specs if spec.layers[0] == 0]
         self._watchdog.encodes(first, time.monotonic())
         for spec in first:
-            self._send(spec.rank, order)
+            endpoint = seen_from(self._recruited[spec.rank], self._inputs.endpoint)
+            self._send(spec.rank, replace(order, inputs=b"", endpoint=endpoint, size=size))
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Return the ranks' reports; check processes and progress if there are none. Waits at most 0.1 s."""

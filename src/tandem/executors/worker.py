@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,7 +30,7 @@ from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.env import set_variables
 from tandem.errors import RankFailure, TandemError
-from tandem.executors.weight_source import Head, obtain_adapter, obtain_files
+from tandem.executors.weight_source import Head, obtain_adapter, obtain_files, obtain_inputs
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.models.footprint import dequantizes
@@ -39,7 +40,7 @@ from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import STANDBY, WorkerPayload
-from tandem.protocol.pictures import EncodePicture
+from tandem.protocol.pictures import EncodePicture, PictureEncoded
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import prepare_metal
@@ -134,8 +135,7 @@ class Worker:
         )
         while True:
             self._bus.send(hello)
-            command = self._bus.receive(HELLO_SECONDS)
-            if command is not None:
+            if (command := self._bus.receive(HELLO_SECONDS)) is not None:
                 return command
 
     def _connect(self, command: Connect, channel: TcpChannel | None) -> StageLink | None:
@@ -172,32 +172,33 @@ class Worker:
                     loop.submit(command.plan)
                 elif isinstance(command, Fetch | UseRemoteStores | Survey):
                     loop.fetch(command)
-                elif isinstance(command, LoadAdapter) and command.weights_endpoint:
-                    start_thread(partial(self._fetch_adapter, command, loop, mailbox), name="adapter")
+                elif isinstance(command, EncodePicture) or (isinstance(command, LoadAdapter) and command.weights_endpoint):
+                    start_thread(partial(self._fetch, command, loop, mailbox), name="fetch")
                 elif isinstance(command, LoadAdapter):
                     there = path_here(command.adapter.path, self._spec.home)
                     loop.submit(msgspec.structs.replace(command, directory=str(there)))
-                elif isinstance(command, EncodePicture):
-                    loop.submit(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")
                     log.info("BatchGenerator created, entering StepPlan loop")
                 elif isinstance(command, Ping):
                     self._bus.send(Pong(self._spec.rank, command.number, *loop.where()))
 
-    def _fetch_adapter(self, order: LoadAdapter, loop: RankLoop, mailbox: Mailbox[Event]) -> None:
-        """Fetch an adapter's files beside the computation, then queue the order."""
+    def _fetch(self, order: LoadAdapter | EncodePicture, loop: RankLoop, mailbox: Mailbox[Event]) -> None:
+        """Fetch an adapter's files or a picture's inputs beside the computation, then queue the order."""
+        keys, rank = self._payload.keys, self._spec.rank
         try:
-            loop.submit(obtain_adapter(order, self._payload.keys))
+            loop.submit(obtain_adapter(order, keys) if isinstance(order, LoadAdapter) else obtain_inputs(order, keys))
         except TandemError as error:
-            mailbox.put(AdapterLoaded(self._spec.rank, order.adapter.index, error=str(error)))
+            mailbox.put(AdapterLoaded(rank, order.adapter.index, error=str(error)) if isinstance(order, LoadAdapter) else error)
 
 
-def encode_picture(spec: StageSpec, files: ModelFiles, dtype: str, order: EncodePicture) -> tuple[str, bytes, int]:
-    """Encode a picture in a process beside the rank of `spec`. `dtype`: that of the rank. Return why it cannot be encoded, empty
-    if it was, its features as safetensors, and the id of this process."""
+def encode_picture(spec: StageSpec, files: ModelFiles, dtype: str, key: str, tokens: list[int], path: str) -> PictureEncoded:
+    """Encode a picture in a process beside the rank of `spec`, and return the rank's report. `dtype`: that of the rank; `path`:
+    the file of the inputs, in which features replace them."""
     features = _encoding(spec, files, dtype)
-    return features.encode(order) or "", features.pack(order.key), os.getpid()
+    error = features.encode(EncodePicture(key, tokens, Path(path).read_bytes()))
+    features.pack(key, path)
+    return PictureEncoded(spec.rank, key, error or "", pid=os.getpid())
 
 
 @cache

@@ -59,6 +59,13 @@ class Detach(Struct, frozen=True, tag=True):
     """Abort all requests of this api process, which exits."""
 
 
+class PictureContent(Struct, frozen=True, tag=True):
+    """Answer `NeedPicture`."""
+
+    key: str
+    inputs: bytes
+
+
 class HandOver(Struct, frozen=True, tag=True):
     """Migrate this api's requests: answer each with `HandedOver` once its KV is on disk.
 
@@ -130,6 +137,13 @@ class HandedOver(Struct, frozen=True, tag=True):
 
     request_id: str
     positions: int
+
+
+class NeedPicture(Struct, frozen=True, tag=True):
+    """Ask for the inputs of a request's picture, which is encoded next. Those of a cached prefix are not needed."""
+
+    request_id: str
+    key: str
 
 
 class RankInfo(Struct, frozen=True):
@@ -283,10 +297,12 @@ class Neighbours(UseRemoteStores, frozen=True, tag=True):
     """Endpoints of other replicas that serve KV, from the supervisor."""
 
 
-ApiMessage = (
-    Submit | Abort | QuarantineAck | QueryStatus | QueryMetrics | QueryCache | ChangeAdapter | HandOver | Neighbours | Detach
-)
-EngineMessage = Output | Refused | HandedOver | QuarantineNotice | EngineStatus | MetricsText | CacheReport | AdapterChanged
+Order = Submit | Abort | QuarantineAck | PictureContent | QueryCache | ChangeAdapter | HandOver | Neighbours | Detach
+"""Messages for the engine's thread."""
+ApiMessage = Order | QueryStatus | QueryMetrics
+OfRequest = Output | Refused | HandedOver | QuarantineNotice | NeedPicture
+"""Messages to the api that has the request."""
+EngineMessage = OfRequest | EngineStatus | MetricsText | CacheReport | AdapterChanged
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 

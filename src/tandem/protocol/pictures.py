@@ -38,6 +38,8 @@ class Picture(PictureSpan, frozen=True, kw_only=True, array_like=False):
     inputs: bytes
     """safetensors of the processor's arrays for this picture: `pixel_values` and what the model takes beside it
     (`image_grid_thw`, `image_sizes` ...), under the names of the processor."""
+    size: int = 0
+    """Bytes of the inputs, also where they are left out (`b""`). The engine asks its api for those (`NeedPicture`)."""
 
     @property
     def span(self) -> PictureSpan:
@@ -52,8 +54,12 @@ class EncodePicture(Struct, frozen=True, tag=True):
     tokens: list[int]
     """Tokens of its span in the prompt."""
     inputs: bytes
+    """Inputs of the `Picture`; empty on the bus, beside which ranks read them from `endpoint`."""
     evicts: list[str] = []
     """Keys of pictures whose features are dropped first."""
+    endpoint: str = ""
+    size: int = 0
+    """Bytes of the inputs there."""
 
 
 class PictureEncoded(Struct, frozen=True, tag=True):

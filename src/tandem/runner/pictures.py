@@ -6,10 +6,11 @@ weights.
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from tandem.loading.weights import MLX_ERRORS, PartLoader, one_line, open_weight
 from tandem.models.description import describe
 from tandem.models.families.table import family_of
 from tandem.models.sources import require_mlx_vlm
+from tandem.processes.leftovers import temporary_prefix
 from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskDone
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pictures import EncodePicture, PictureEncoded
@@ -78,7 +80,7 @@ class Encoder:
 
         Features that are added behind the first layers follow in the last axis: [L, H + layers * H].
         """
-        arrays: Any = {name: mx.array(value) for name, value in load(inputs).items()}
+        arrays: Any = {name: mx.array(value) for name, value in load(bytes(inputs)).items()}
         if (pixels := arrays.pop("pixel_values", None)) is None:
             raise ValueError("the processor made no pixel_values")
         side = getattr(self._model.config.vision_config, "image_size", 0)
@@ -108,18 +110,26 @@ class EncoderProcess:
         if not describe(files).vision_bytes:
             raise BrokenModel(f"{files.name}: has no weights of a vision tower; get the whole model, or give --vision off")
         self._spec, self.sandbox = spec, Sandbox(None, "encoder")
-        self.dtype, self._arguments = dtype, {"spec": spec, "files": files, "dtype": dtype_name(dtype)}
+        self._arguments = {"spec": spec, "files": files, "dtype": dtype_name(dtype)}
+        self._stream = mx.default_stream(mx.cpu)
+        """Stream of this thread, which computes with the features."""
 
     def encode(self, order: EncodePicture, held: dict[str, Any], report: Callable[[PictureEncoded], None]) -> None:
         """Encode a picture, add its features to `held`, and report. A picture during which the process ends is tried again, at
         most `ENCODER_DEATHS` times in all."""
-        task = SandboxTask("tandem.executors.worker", "encode_picture", {**self._arguments, "order": order}).encoded()
         answer = partial(PictureEncoded, self._spec.rank, order.key)
         for _ in range(ENCODER_DEATHS):
-            reply = self.sandbox.ask(task, self._spec.encoder_seconds)
-            if isinstance(reply, TaskDone):
-                error, held[order.key], pid = reply.decoded(tuple[str, bytes, int])
-                return report(answer(error, pid=pid))
+            try:  # through a file, as bytes in messages are copied while the thread that computes waits for the interpreter
+                with NamedTemporaryFile(prefix=temporary_prefix("picture"), suffix=".safetensors") as file:
+                    Path(file.name).write_bytes(order.inputs)
+                    arguments = {**self._arguments, "key": order.key, "tokens": order.tokens, "path": file.name}
+                    task = SandboxTask("tandem.executors.worker", "encode_picture", arguments).encoded()
+                    reply = self.sandbox.ask(task, self._spec.encoder_seconds)
+                    if isinstance(reply, TaskDone):
+                        held[order.key] = mx.load(file.name, stream=self._stream)  # read where they are used
+                        return report(reply.decoded(PictureEncoded))
+            except OSError as failed:
+                return report(answer(f"the picture cannot be handed to its encoder: {failed}", died=True))
             if isinstance(reply, SandboxEnded) and not reply.how:  # by `PictureFeatures.close`
                 return None
             log.warning("Encoder of pictures failed (%s); starting it again", reply.why)
@@ -137,7 +147,7 @@ class PictureFeatures:
         self._load, self._process = load, process
         self._encoder: Encoder | None = None
         self._held: dict[str, Any] = {}
-        """Arrays by key, as `Encoder.encode` returns them; as safetensors from a process until their first use."""
+        """Arrays by key, as `Encoder.encode` returns them."""
 
     def encode(self, order: EncodePicture, report: Callable[[PictureEncoded], None] = lambda _: None) -> str | None:
         """Encode a picture and hold its features. Return why it cannot be encoded, empty if it was; None if a process has
@@ -156,13 +166,10 @@ class PictureFeatures:
             return f"the picture cannot be encoded: {one_line(error)}"
         return ""
 
-    def pack(self, key: str) -> bytes:
-        """Return a picture's features as safetensors, their bits as uint16, and hold them no longer; none if it could not be
-        encoded."""
-        buffer, arrays = io.BytesIO(), self._held.pop(key, {})
-        mx.save_safetensors(buffer, {name: one if name == "taken" else one.view(mx.uint16) for name, one in arrays.items()})
+    def pack(self, key: str, path: str) -> None:
+        """Write a picture's features as safetensors, and hold them no longer; none if it could not be encoded."""
+        mx.save_safetensors(path, self._held.pop(key, {}))
         mx.clear_cache()
-        return buffer.getvalue()
 
     def close(self) -> None:
         """End the encoder's process, if there is one."""
@@ -180,10 +187,6 @@ class PictureFeatures:
                     continue
                 if one.key not in self._held:
                     raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} has picture {one.key[:12]}, not held here")
-                if self._process is not None and isinstance(self._held[one.key], bytes):
-                    # By numpy, which has no bfloat16, since MLX reads streams in threads that need the interpreter's lock.
-                    arrays = {name: mx.array(array) for name, array in load(self._held[one.key]).items()}
-                    self._held[one.key] = {**arrays, "features": arrays["features"].view(self._process.dtype)}
                 for name, array in self._held[one.key].items():
                     found.setdefault(name, mx.zeros((len(ops), width, *array.shape[1:]), array.dtype))
                     found[name][row, first - op.start : stop - op.start] = array[first - one.start : stop - one.start]

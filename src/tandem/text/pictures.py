@@ -65,8 +65,6 @@ class Prepared(NamedTuple):
     """Text that replaces its placeholder in the prompt."""
     picture: Picture
     """The picture, with the number of its tokens as its length. Inputs are left out (`b""`) where the api has them."""
-    size: int
-    """Bytes of the inputs."""
 
 
 class Processor:
@@ -121,8 +119,8 @@ class Processor:
         key, length = hashlib.sha256(text.encode() + inputs).hexdigest(), text.count(self._place)
         _, height, width = map(int, arrays["image_grid_thw"][0] if "image_grid_thw" in arrays else (1, 0, 0))
         side = round((height * width / length) ** 0.5) or 1  # patches that become one feature, in a row
-        picture = Picture(key, 0, length, height // side, width // side, inputs=inputs)
-        return Prepared(text, picture, len(inputs))
+        picture = Picture(key, 0, length, height // side, width // side, inputs=inputs, size=len(inputs))
+        return Prepared(text, picture)
 
     def _arrays(self, image: Any) -> tuple[str, dict[str, Any]]:
         """Return a picture's text, and its arrays for the encoder."""
@@ -241,7 +239,7 @@ def tokens_with_pictures(
         except Exception as error:  # a library's, about this picture
             why = " ".join(str(error).split())[:200]
             raise refusal(number, f"is refused by the model's processor ({why})", "send it in another size") from error
-        tokens, size = tokens + prepared[-1].picture.length, size + prepared[-1].size
+        tokens, size = tokens + prepared[-1].picture.length, size + prepared[-1].picture.size
         if tokens > context:
             raise too_long(context, "messages", tokens, least=True)
         if size > MAX_PICTURE_BYTES:
@@ -255,7 +253,7 @@ def tokens_with_pictures(
     if len(rest) != len(prepared):
         why = f"the chat template shows {len(rest)} of {len(prepared)} pictures"
         raise RequestError(f"Invalid 'messages': {why}; send them in messages of the user.", param="messages")
-    text += "".join(own + after for (own, *_), after in zip(prepared, rest, strict=True))
+    text += "".join(own + after for (own, _), after in zip(prepared, rest, strict=True))
     ids = encode_fitting(tokenizer, text, context, "messages", special=False)
     places = [place for place, token in enumerate(ids) if token == processor.token]
     if len(places) != tokens:

@@ -58,6 +58,8 @@ class BlobServer(MemberSocket):
         """Listen on a free port of `host` and start the thread. Files are served by their names without directories, which
         must differ."""
         self._paths = {path.name: path for path in paths}
+        self.data: dict[str, memoryview] = {}
+        """Served bytes by name, which are not listed."""
         super().__init__(zmq.ROUTER, keys, MAX_REQUEST)
         # The mark bounds memory: answers to a peer that requests without reading are dropped. A client that abandoned a call
         # has two windows in flight, and ZeroMQ counts what it has read in steps of half the mark.
@@ -73,7 +75,7 @@ class BlobServer(MemberSocket):
                 if (answer := self._answer(frames)) is not None:
                     self.socket.send_multipart([identity, *answer], copy=False)
 
-    def _answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
+    def _answer(self, frames: Sequence[bytes]) -> list[bytes | memoryview] | None:
         try:
             request = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
         except TransportError as error:
@@ -98,9 +100,11 @@ class BlobServer(MemberSocket):
         """Served files by name, with size, time and digest as of the first request."""
         return {name: _describe(path) for name, path in self._paths.items()}
 
-    def chunk(self, wanted: messages.Range) -> tuple[bytes, bytes]:
+    def chunk(self, wanted: messages.Range) -> tuple[bytes, bytes | memoryview]:
         """Return the checksum and bytes of a range. Raises TransportError for a range that is not served or a changed
         file, OSError when reading fails."""
+        if part := self.data.get(wanted.name, memoryview(b""))[wanted.offset : wanted.offset + min(wanted.length, CHUNK)]:
+            return checksum(part), part
         file = self.served.get(wanted.name)
         if file is None:
             raise TransportError(f"{wanted.name!r} is not one of the model's files")

@@ -114,6 +114,10 @@ def test_a_picture_of_an_earlier_request_is_not_prepared_again(seeing, monkeypat
     for _ in range(2):
         assert ask(seeing, "b", old).status_code == 200
     assert not tasks[-1]["known"] and seeing.engine.last.pictures[0].inputs == before[0].inputs
+    monkeypatch.setattr(seeing.engine, "encodes", False)
+    assert ask(seeing, "c", old).status_code == 200
+    [bare] = seeing.engine.last.pictures
+    assert (bare.key, bare.inputs, bare.size) == (before[0].key, b"", len(before[0].inputs)), "no bytes before they are asked for"
 
 
 def test_all_apis_hand_over_the_same_picture(seeing):
@@ -439,7 +443,7 @@ def test_pictures_of_kimi_are_prepared_as_by_mlx_vlm(tmp_path, kind):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(stored))
     ours = processor_of(str(tmp_path))
     for size in ((33, 17), (100, 37), (9, 130 if kind == "kimi_k25" else 13)):
-        (text, picture, _), want = ours.prepare(noise(*size)), theirs([noise(*size)])
+        (text, picture), want = ours.prepare(noise(*size)), theirs([noise(*size)])
         found = load(picture.inputs)
         for name in ("pixel_values", "image_grid_hws"):
             assert np.array_equal(found[name], np.array(want[name])), (size, name)
@@ -469,7 +473,7 @@ def test_pictures_of_llama4_are_cut_into_tiles_as_by_transformers(tmp_path, monk
         canvas.paste(image.resize(size, Image.Resampling.BILINEAR))
         want = [canvas.crop((x, y, x + 8, y + 8)) for y in range(0, rows * 8, 8) for x in range(0, columns * 8, 8)]
         want += [image.resize((8, 8), Image.Resampling.BILINEAR)] if len(want) > 1 else []
-        text, found, _ = ours.prepare(image)
+        text, found = ours.prepare(image)
         assert text == Llama4Processor._prompt_split_image(None, (rows, columns), 1) and found.length == len(want)
         pixels = (np.stack([np.asarray(one) for one in want]) / 255 - [0.5, 0.4, 0.3]) / 0.5
         assert np.allclose(load(found.inputs)["pixel_values"], pixels.transpose(0, 3, 1, 2), atol=1e-6)

@@ -115,8 +115,7 @@ class RequestTexts:
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
         keys = [(self.status.source, picture.url, picture.low) for picture in pictures]
         known = {number: self._loaded.prepared[key] for number, key in enumerate(keys, 1) if key in self._loaded.prepared}
-        task["mark"] = mark
-        task["known"] = {n: one._replace(picture=replace(one.picture, inputs=b"")) for n, one in known.items()}
+        task |= {"mark": mark, "known": {n: one._replace(picture=replace(one.picture, inputs=b"")) for n, one in known.items()}}
         task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
         packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]

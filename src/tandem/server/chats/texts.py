@@ -77,7 +77,7 @@ class Texts:
     def keep(self, pictures: Mapping[PictureKey, Prepared]) -> None:
         """Keep prepared pictures, up to `MAX_PICTURE_BYTES` with their URLs in all; the oldest are dropped."""
         self.prepared |= pictures
-        sizes = {key: getsizeof(key[1]) + one.size for key, one in self.prepared.items()}
+        sizes = {key: getsizeof(key[1]) + one.picture.size for key, one in self.prepared.items()}
         over = sum(sizes.values()) - MAX_PICTURE_BYTES
         while over > 0:
             over -= sizes[oldest := next(iter(sizes))]

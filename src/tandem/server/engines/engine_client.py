@@ -82,6 +82,9 @@ class Sink(Protocol):
     def fail(self, error: RequestError) -> None:
         """End the request with `error`; no output follows."""
 
+    def inputs_of(self, key: str) -> bytes:
+        """Return the inputs of a picture of the request."""
+
     def tried(self, *, resting: bool) -> None:
         """Note that this quarantined request runs alone now.
 
@@ -165,11 +168,13 @@ class EngineClient:
         self.alive = False
 
     def send(self, request: EngineRequest, sink: Sink) -> bool:
-        """Submit a request whose outputs go to `sink`; return False if no engine is connected.
+        """Submit a request whose outputs go to `sink`, without the inputs of its pictures, which the engine asks for as it needs
+        them; return False if no engine is connected.
 
         The caller must `abort` the request unless its last output has arrived.
         """
-        sent = self._send(control.Submit(request))
+        pictures = tuple(msgspec.structs.replace(one, inputs=b"") for one in request.pictures)
+        sent = self._send(control.Submit(msgspec.structs.replace(request, pictures=pictures)))
         if sent:
             self._sinks[request.request_id] = sink
         return sent
@@ -255,12 +260,7 @@ class EngineClient:
                 continue
             self._heard = True
             try:
-                if not isinstance(message, control.Output):
-                    self._handle(message)
-                elif (sink := self._sinks.get(message.request_id)) is not None:
-                    sink.push(message)
-                    if message.finish_reason is not None:
-                        self._sinks.pop(message.request_id, None)
+                self._handle(message)
             except Exception as error:  # noqa: BLE001 - ends only the request that the message is for
                 failure = internal_error(error, "a message of the engine")
                 sink = self._sinks.pop(getattr(message, "request_id", ""), None)
@@ -268,17 +268,13 @@ class EngineClient:
                     sink.fail(failure)
         self._loop.call_soon(self._drain)
 
-    def _handle(
-        self,
-        message: control.Refused
-        | control.HandedOver
-        | control.QuarantineNotice
-        | control.EngineStatus
-        | control.MetricsText
-        | CacheReport
-        | AdapterChanged,
-    ) -> None:
-        if isinstance(message, control.EngineStatus):
+    def _handle(self, message: control.EngineMessage) -> None:
+        if isinstance(message, control.Output):
+            if (sink := self._sinks.get(message.request_id)) is not None:
+                sink.push(message)
+                if message.finish_reason is not None:
+                    self._sinks.pop(message.request_id, None)
+        elif isinstance(message, control.EngineStatus):
             if not self.alive:
                 logger.info("Connected to engine (%s)", message.state)
             self.status, self.alive, self._missed = message, True, 0
@@ -290,6 +286,9 @@ class EngineClient:
             if (sink := self._sinks.get(message.request_id)) is not None:
                 sink.tried(resting=message.resting)
                 self._send(control.QuarantineAck(message.request_id, message.resting))
+        elif isinstance(message, control.NeedPicture):
+            if (sink := self._sinks.get(message.request_id)) is not None:
+                self._send(control.PictureContent(message.key, sink.inputs_of(message.key)))
         elif (sink := self._sinks.pop(message.request_id, None)) is not None:
             sink.fail(Departed(message.positions) if isinstance(message, control.HandedOver) else message.as_error())
 

@@ -176,6 +176,10 @@ class InflightRequest:
             output = replace(output, request_id=self.request_id)
         self._dispatcher.arrived(self, output)
 
+    def inputs_of(self, key: str) -> bytes:
+        """Return the inputs of a picture of the request."""
+        return next(one.inputs for one in self.request.pictures if one.key == key)
+
     def tried(self, *, resting: bool) -> None:
         """Note the quarantine phase: it runs alone, or (`resting`) its replica idles first."""
         self.trial = not resting
