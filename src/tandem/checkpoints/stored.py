@@ -19,6 +19,7 @@ from pathlib import Path
 from tandem.checkpoints.files import weight_files
 from tandem.env import cache_dir, variable
 from tandem.errors import BrokenModel, ModelError, ModelNotFound, UsageError
+from tandem.system.files import file_errors
 
 KINDS = {"slices": "*", "headers": "*/*", "gguf": "*", "adapters": "*"}
 """Directory of each kind of cache entry, and the pattern of its entries."""
@@ -115,11 +116,9 @@ def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
     If another process creates `target` meanwhile (with something at the path `proof`), that one is kept. Raise
     `ModelError` if the disk cannot be written.
     """
-    try:
+    with file_errors(f"{target}: cannot be written", "set TANDEM_CACHE", param="TANDEM_CACHE", kind=ModelError):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise ModelError(f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE") from error
     using = in_use_by_us(temporary)
     try:
         yield temporary

@@ -37,11 +37,13 @@ class NotRegular(OSError):
 
 @contextlib.contextmanager
 def file_errors(what: str, remedy: str = "", *, param: str | None = None, kind: type[UsageError] = UsageError) -> Iterator[None]:
-    """Raise an OSError of the block as `kind`: `what`, such as `FILE: cannot be read`, the system's reason, and the `remedy`."""
+    """Raise the block's OSError or UnicodeDecodeError as `kind`: `what`, such as `FILE: cannot be read`, the reason, and the
+    `remedy`."""
     try:
         yield
-    except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}{remedy and '; '}{remedy}", param=param) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "not UTF-8 text"
+        raise kind(f"{what}: {why}{remedy and '; '}{remedy}", param=param) from None
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
