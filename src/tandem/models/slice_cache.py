@@ -8,7 +8,6 @@ is renamed when complete.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,7 +27,7 @@ from tandem.errors import BrokenModel, UsageError
 from tandem.models.description import describe
 from tandem.models.slices import PartPlan, Span, chunks, plan_parts
 from tandem.protocol.blob_messages import BlobFile, Range
-from tandem.system.files import file_errors
+from tandem.system.files import file_errors, try_lock
 from tandem.transport.blobs import CHUNK, checksum
 
 POLL_S = 0.2
@@ -233,16 +232,11 @@ def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[
 def _claim(path: Path) -> BinaryIO | None:
     """Open and lock `path`, creating it if needed; None if another process holds or has just finished it."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine, now = os.fstat(file.fileno()), path.stat()
-    except (BlockingIOError, FileNotFoundError):
-        file.close()
-        return None
-    if (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino):
-        file.close()
-        return None
-    return file
+    with suppress(FileNotFoundError):
+        if try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    file.close()
+    return None
 
 
 def _write_at(file: BinaryIO, data: memoryview, offset: int) -> None:

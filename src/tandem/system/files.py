@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -125,6 +126,26 @@ def _force(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def try_lock(file: int | BinaryIO, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file until it is closed, without waiting; return False if another process holds a lock that excludes it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Return whether a process holds a lock on the file that excludes one of `kind`; False without the file. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return not try_lock(descriptor, kind)
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def withheld_folder(path: Path) -> Path | None:
