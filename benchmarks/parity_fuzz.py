@@ -50,7 +50,7 @@ from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, checkpoint_name
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.runner.prefix_store import PrefixStore
 from tandem.speculation.proposers import StepCosts
-from tandem.testing import add_mtp_head, tiny_model
+from tandem.testing import tiny_model
 
 FAMILIES = [
     "llama",
@@ -312,6 +312,9 @@ def play(family: str, layouts: list[str], seed: int, prompts: int, tally: Tally,
     rng = random.Random(f"{family} {layouts} {seed}")
     model = tiny_model(directory / f"{family}-{seed}", family, dtype="float32", seed=seed)
     if "mtp" in layouts:
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        from planted_head import add_mtp_head
+
         add_mtp_head(model, right=rng.choice([0.7, None]))
     kv_dtype = next((LAYOUTS[layout]["kv_dtype"] for layout in layouts if "kv_dtype" in LAYOUTS[layout]), "")
     alone = Alone(model, kv_dtype)

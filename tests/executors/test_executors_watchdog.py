@@ -217,6 +217,7 @@ def test_a_slow_rank_that_moves_is_named_once_and_left_alone(rank_group: RankGro
             rank_group.report(step, 0)
             rank_group.report(step, 1, busy=0.4)
     assert rank_group.dog.slowdowns[1] > 5 > 2 > rank_group.dog.slowdowns[0]
+    assert [rank_group.dog.slowness(rank)[1] for rank in range(3)] == [False, True, False]
     assert [record.message.split(":")[0] for record in caplog.records] == ["rank 1 is slow"]
 
 

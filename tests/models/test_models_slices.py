@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_hub import COMMIT, FakeHub
+from planted_head import add_mtp_head
 from seeing import prompt_with, seeing_model
 from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import resolve
@@ -33,7 +34,7 @@ from tandem.models.sources import has_mlx_vlm
 from tandem.protocol.blob_messages import BlobFile, Range
 from tandem.runner.heads.mtp import load_mtp_head
 from tandem.runner.pictures import Encoder
-from tandem.testing import add_mtp_head, tiny_model
+from tandem.testing import tiny_model
 from tandem.transport.blobs import checksum
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "mistral", "phi3", "mixtral", "gpt_neox"]

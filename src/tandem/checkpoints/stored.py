@@ -19,6 +19,7 @@ from pathlib import Path
 from tandem.checkpoints.files import weight_files
 from tandem.env import cache_dir, variable
 from tandem.errors import BrokenModel, ModelError, ModelNotFound, UsageError
+from tandem.system.files import file_errors, is_locked, try_lock
 
 KINDS = {"slices": "*", "headers": "*/*", "gguf": "*", "adapters": "*"}
 """Directory of each kind of cache entry, and the pattern of its entries."""
@@ -91,21 +92,8 @@ def in_use_by_us(path: Path) -> int:
     """Return a file descriptor with a shared lock on the entry, which is not pruned until it is closed. Raise OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try_lock(descriptor, fcntl.LOCK_SH)
     return descriptor
-
-
-def in_use(path: Path) -> bool:
-    """Return whether a running process uses the entry."""
-    with suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-    return False
 
 
 @contextmanager
@@ -115,11 +103,9 @@ def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
     If another process creates `target` meanwhile (with something at the path `proof`), that one is kept. Raise
     `ModelError` if the disk cannot be written.
     """
-    try:
+    with file_errors(f"{target}: cannot be written", "set TANDEM_CACHE", param="TANDEM_CACHE", kind=ModelError):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise ModelError(f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE") from error
     using = in_use_by_us(temporary)
     try:
         yield temporary
@@ -151,7 +137,7 @@ def kept() -> Iterator[Stored]:
 
 def unused(unused_s: float) -> Iterator[Stored]:
     """Yield cache entries that were not used for `unused_s` seconds and that no process uses now."""
-    return (entry for entry in kept() if entry.unused_s >= unused_s and not in_use(entry.path))
+    return (entry for entry in kept() if entry.unused_s >= unused_s and not is_locked(entry.path))
 
 
 def prune(unused_s: float) -> Iterator[Stored]:
@@ -204,7 +190,7 @@ def find_stored(name: str) -> Stored:
 
 def remove(model: Stored) -> None:
     """Delete a model from disk. Raise UsageError if a Tandem process uses it, and OSError."""
-    if any(map(in_use, (model.path, *model.root.glob("snapshots/*")))):  # any revision of a hub model may be in use
+    if any(map(is_locked, (model.path, *model.root.glob("snapshots/*")))):  # any revision of a hub model may be in use
         raise UsageError(f"{model.name} is in use; end what serves it first", param="model")
     shutil.rmtree(model.root)
 
@@ -212,11 +198,11 @@ def remove(model: Stored) -> None:
 def remove_partial(repo: str) -> None:
     """Delete files of a model whose download was ended; those that another process downloads now stay."""
     for path in demo_path().parent.glob(f".{DEMO}-*") if repo == "demo" else ():
-        if not in_use(path):
+        if not is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
     root = f"models--{repo.replace('/', '--')}"
     for path in (hub_dir() / root / "blobs").glob("*.incomplete"):
-        if not in_use(hub_dir() / ".locks" / root / f"{path.name.rsplit('.', 2)[0]}.lock"):  # the hub client's own
+        if not is_locked(hub_dir() / ".locks" / root / f"{path.name.rsplit('.', 2)[0]}.lock"):  # the hub client's own
             path.unlink(missing_ok=True)
 
 

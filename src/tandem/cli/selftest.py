@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import getpass
 import hashlib
 import math
@@ -28,7 +27,7 @@ from tandem.env import state_dir
 from tandem.errors import ConfigError, ModelNotFound
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.system.awake import keep_awake
-from tandem.system.files import file_errors
+from tandem.system.files import file_errors, try_lock
 from tandem.system.identity import boot_id
 from tandem.version import __version__
 
@@ -146,12 +145,10 @@ def _alone(directory: Path) -> Iterator[None]:
     """Context manager that locks the directory, since concurrent runs would share the journal. Raises ConfigError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             raise ConfigError(
                 f"another `tandem selftest` runs in {directory}; wait for it, or name another directory with TANDEM_STATE_DIR"
-            ) from None
+            )
         yield
 
 

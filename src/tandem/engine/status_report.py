@@ -11,7 +11,6 @@ from statistics import median
 from tandem.engine.build_layout import RankGroupLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import RankGroup
-from tandem.executors.watchdog import Slowness
 from tandem.kv.disk import DiskSpeed
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
@@ -80,7 +79,8 @@ class StatusReport:
         self._latest: dict[int, Stepped] = {}
         self._layout = rank_group.layout
         self._stage_latency = self._new_stage_latency()
-        self._slowness: dict[int, Slowness] = {}
+        self._slow: set[int] = set()
+        """Ranks whose slowness the last event told."""
 
     def _new_stage_latency(self) -> StageLatency:
         return StageLatency({spec.rank: spec.stage for spec in self._layout.ranks})
@@ -199,28 +199,28 @@ class StatusReport:
         return "lost" if rank == self._rank_group.lost else "waiting"
 
     def _slowdown(self, rank: int) -> float:
-        slowdowns = self._rank_group.executor.slowdowns
-        slowdown = slowdowns[rank] if rank < len(slowdowns) else 1.0
+        slowdown, slow = self._rank_group.executor.slowness(rank)
         self._metrics.slowdown.labels(str(rank)).set(slowdown)
-        self._note_slowness(rank, slowdown)
+        if slow != (rank in self._slow):
+            self._slow ^= {rank}
+            self._note_slowness(rank, slowdown, slow=slow)
         return slowdown
 
-    def _note_slowness(self, rank: int, slowdown: float) -> None:
-        """Add an event when a rank has been slow for long, and when it recovers."""
-        slowness, note = self._slowness.setdefault(rank, Slowness()), self._rank_group.history.note
-        if slowness.turned(slowdown, time.monotonic()):
-            if slowness.told:
-                alone = len({ready.host for ready in self._rank_group.ready}) == 1
-                note(
-                    "rank_slow",
-                    f"part {rank + 1} is slow: steps take {slowdown:.1f} times the usual time; no action is "
-                    "taken while it makes progress",
-                    level="info" if alone else "warning",
-                    rank=rank,
-                    remedy="See what else runs on that machine, and whether it is hot or saves power.",
-                )
-            else:
-                note("rank_usual", f"part {rank + 1} is at its usual pace again", rank=rank)
+    def _note_slowness(self, rank: int, slowdown: float, *, slow: bool) -> None:
+        """Add the event that a rank has been slow for long, or has recovered."""
+        note = self._rank_group.history.note
+        if not slow:
+            note("rank_usual", f"part {rank + 1} is at its usual pace again", rank=rank)
+            return
+        alone = len({ready.host for ready in self._rank_group.ready}) == 1
+        note(
+            "rank_slow",
+            f"part {rank + 1} is slow: steps take {slowdown:.1f} times the usual time; no action is taken while "
+            "it makes progress",
+            level="info" if alone else "warning",
+            rank=rank,
+            remedy="See what else runs on that machine, and whether it is hot or saves power.",
+        )
 
 
 def _kv_dtype(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:

@@ -339,11 +339,6 @@ class ClusterExecutor(Executor):
             self._failed = True
             raise
 
-    @property
-    def slowdowns(self) -> list[float]:
-        """Slowdowns measured by the watchdog."""
-        return self._watchdog.slowdowns
-
     # --- the bus ---
 
     def _broadcast(self, command: RankCommand) -> None:

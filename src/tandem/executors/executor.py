@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from tandem.executors.watchdog import Watchdog
 from tandem.protocol.adapters import LoadAdapter
 from tandem.protocol.control import Answer, Ready, Stepped
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
@@ -27,6 +28,8 @@ class Executor(ABC):
 
     on_wait: Callable[[], None] = staticmethod(do_nothing)
     """Callback, called about every 0.1 s while `start` and `close` wait for ranks."""
+    _watchdog = Watchdog(0, 0.0)
+    """Watchdog of the ranks' steps; by default of no rank."""
 
     @abstractmethod
     def start(self, progress: Progress | None = None) -> list[Ready]:
@@ -83,10 +86,9 @@ class Executor(ABC):
     def keep_standbys(self) -> None:  # noqa: B027 - one in this process has none
         """Start a standby process beside each rank, if configured. Called once the ranks serve."""
 
-    @property
-    def slowdowns(self) -> list[float]:
-        """Slowdown of each rank: recent over usual time per unit of work; empty if not measured."""
-        return []
+    def slowness(self, rank: int) -> tuple[float, bool]:
+        """Return `Watchdog.slowness` of a rank; (1, False) if it is not measured."""
+        return self._watchdog.slowness(rank)
 
     @property
     def specs(self) -> list[StageSpec]:

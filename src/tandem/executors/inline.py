@@ -107,11 +107,6 @@ class InlineExecutor(Executor):
             raise EngineStuck(failure.message, rank=0, cause=failure.cause) from failure
         return reports
 
-    @property
-    def slowdowns(self) -> list[float]:
-        """Slowdown measured by the watchdog."""
-        return self._watchdog.slowdowns
-
     def _wait(self, timeout_s: float) -> list[Event]:
         """Wait for events. Any error of MLX is raised as a failure of the rank, since the runner's state is lost."""
         events = list(self._started()[1].take(timeout_s))

@@ -237,6 +237,11 @@ class Watchdog:
         """Slowdown of each rank: recent over usual time per unit of work."""
         return [rank.tempo.pace.slowdown for rank in self._ranks]
 
+    def slowness(self, rank: int) -> tuple[float, bool]:
+        """Return the slowdown of a rank, and whether it has lasted and was logged; (1, False) for a rank of an earlier layout."""
+        tempo = self._ranks[rank].tempo if rank < len(self._ranks) else _Tempo()
+        return tempo.pace.slowdown, tempo.slowness.told
+
     @property
     def busy(self) -> bool:
         """True while steps are in progress."""

@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem.errors import TransportError, UsageError
+from tandem.errors import TransportError
 from tandem.kv.parts import KVSlice, sources
 from tandem.kv.remote import PARTS, SUFFIX, RemoteStores, files_of
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, is_checkpoint
-from tandem.system.files import NotRegular, read_regular
+from tandem.system.files import NotRegular, file_errors, read_regular
 
 MAGIC = b"TDMKV\0\0\2"
 MARK = "tandem-kv"
@@ -98,13 +98,9 @@ class Unusable(Exception):
 
 def open_directory(directory: Path, space: str) -> None:
     """Create the directory and its space, or check that the directory is Tandem's. Raises UsageError."""
-    try:
+    with file_errors(f"--kv-disk {directory}: cannot keep KV there", "give another directory", param="kv_disk"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_space(directory, space)
-    except OSError as error:
-        raise UsageError(
-            f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another directory", param="kv_disk"
-        ) from error
 
 
 def _make_space(directory: Path, space: str) -> None:

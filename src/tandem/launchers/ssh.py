@@ -98,8 +98,8 @@ PYTHON_TROUBLES = (
     ("xcode-select", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
 )
 """Text in the output of a shell or Python -> meaning, remedy; an empty remedy means installing Tandem."""
-PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem", "/usr/local/bin/tandem")
-"""Paths where installers put programs that a login shell may not find; relative ones are below the home directory."""
+PLACES = '"$HOME/.local/bin/tandem" "$HOME/.pyenv/shims/tandem" /opt/homebrew/bin/tandem /usr/local/bin/tandem'
+"""Paths where installers put programs that a login shell may not find, for a shell."""
 
 
 def remote_command(python: str | None, module: str = RANK_HOST, words: str = "rank --stdin") -> str:
@@ -112,8 +112,7 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
     if python is not None:
         return f"exec {shlex.quote(python)} {run}"
     look = "command -v tandem"
-    interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
-    places = " ".join(f'"$HOME/{path}"' if not path.startswith("/") else path for path in PLACES)
+    interpreters = own_interpreter()
     script = "; ".join(
         [
             f'for one in {interpreters}; do [ -x "$one" ] && exec "$one" {run}; done',
@@ -121,7 +120,7 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
             f'[ -n "$("$shell" -lc {shlex.quote(look)} </dev/null 2>/dev/null)" ] && '
             f'exec "$shell" -lc {shlex.quote(f"exec tandem {words}")}',
             f'found="$("$shell" -ilc {shlex.quote(look)} </dev/null 2>/dev/null | tail -n 1)"',
-            f'for one in {places} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
+            f'for one in {PLACES} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
             # macOS privacy makes a forbidden path look missing.
             f'for one in {interpreters}; do case "$(LC_ALL=C ls -d "$one" 2>&1)" in *"not permitted"*) '
             'echo "$one: Operation not permitted" >&2; exit 126;; esac; done',
@@ -131,12 +130,11 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
     return f"exec sh -c {shlex.quote(script)}"
 
 
-def path_below_home(path: str) -> list[str]:
-    """Return the path relative to another user's home, as a shell word in a list; empty if it is not below the home."""
-    home = str(Path.home())
-    if not path.startswith(home + os.sep):
-        return []
-    return ['"$HOME"' + shlex.quote(path.removeprefix(home))]
+def own_interpreter() -> str:
+    """Return this machine's interpreter for another one's shell: its path and, below the home directory, that in theirs."""
+    path, home = sys.executable, str(Path.home())
+    below = f' "$HOME"{shlex.quote(path.removeprefix(home))}' if path.startswith(home + os.sep) else ""
+    return shlex.quote(path) + below
 
 
 def ssh_command(host: str, command: str) -> list[str]:

@@ -8,7 +8,6 @@ is renamed when complete.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,10 +27,13 @@ from tandem.errors import BrokenModel, UsageError
 from tandem.models.description import describe
 from tandem.models.slices import PartPlan, Span, chunks, plan_parts
 from tandem.protocol.blob_messages import BlobFile, Range
+from tandem.system.files import file_errors, try_lock
 from tandem.transport.blobs import CHUNK, checksum
 
 POLL_S = 0.2
 """Seconds between checks whether another rank has finished a part."""
+_NOT_KEPT = "cannot keep the weights here"
+_REMEDY = "free some space, or set TANDEM_CACHE to a directory with enough of it"
 
 
 class Source(Protocol):
@@ -68,7 +70,7 @@ def fetch_slice(
     files = _checked(source.files(), name)
     weights = [file for file in files if file.name.endswith(".safetensors")]
     root = cache_dir() / "slices" / _fingerprint(weights)
-    try:
+    with file_errors(f"{root}: {_NOT_KEPT}", _REMEDY, param="weights_from"):
         (root / "headers").mkdir(parents=True, exist_ok=True)
         (root / "parts").mkdir(exist_ok=True)
         _fetch_whole(source, [file for file in files if file not in weights], root)
@@ -78,8 +80,6 @@ def fetch_slice(
         plans = plan_parts(read_headers(here), layers, describe(here, vision=vision), mtp=mtp)
         _fetch_parts(source, plans, root / "parts", progress, limit)
         used(root)
-    except OSError as error:
-        raise _not_kept(root, error) from error
     return replace(here, weights=tuple(root / "parts" / plan.name for plan in plans))
 
 
@@ -90,11 +90,9 @@ def fetch_files(source: Source, kind: str) -> Path:
     """
     files = _checked(source.files(), kind)
     root = cache_dir() / kind / _fingerprint(files)
-    try:
+    with file_errors(f"{root}: {_NOT_KEPT}", _REMEDY, param="weights_from"):
         root.mkdir(parents=True, exist_ok=True)
         _fetch_whole(source, files, root)
-    except OSError as error:
-        raise _not_kept(root, error) from error
     with suppress(OSError):  # another user's
         os.utime(root)
     return root
@@ -105,14 +103,6 @@ def _checked(files: list[BlobFile], name: str) -> list[BlobFile]:
         if not file.name or Path(file.name).name != file.name or file.name.startswith(".") or "\0" in file.name:
             raise BrokenModel(f"{name}: {file.name!r} is not a name for a file of a model")
     return files
-
-
-def _not_kept(root: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
-        "TANDEM_CACHE to a directory with enough of it",
-        param="weights_from",
-    )
 
 
 def _fingerprint(weights: Sequence[BlobFile]) -> str:
@@ -242,16 +232,11 @@ def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[
 def _claim(path: Path) -> BinaryIO | None:
     """Open and lock `path`, creating it if needed; None if another process holds or has just finished it."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine, now = os.fstat(file.fileno()), path.stat()
-    except (BlockingIOError, FileNotFoundError):
-        file.close()
-        return None
-    if (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino):
-        file.close()
-        return None
-    return file
+    with suppress(FileNotFoundError):
+        if try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    file.close()
+    return None
 
 
 def _write_at(file: BinaryIO, data: memoryview, offset: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -160,6 +162,22 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def lines_of_parent(end_s: float) -> Iterator[bytes]:
+    """Yield the lines that the parent writes; runs in the child. The process exits `end_s` seconds after the end of its input
+    at the latest, even while a line is handled."""
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            lines.put(line)
+        lines.put(b"")
+        time.sleep(end_s)
+        os._exit(1)
+
+    start_thread(read, name="requests", on_failure=lambda _: os._exit(1))
+    return iter(lines.get, b"")
 
 
 def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:

@@ -20,7 +20,7 @@ from tandem.config.settings import Settings
 from tandem.env import state_dir
 from tandem.errors import UsageError
 from tandem.protocol.codec import UNREADABLE
-from tandem.system.files import open_private, write_private
+from tandem.system.files import is_locked, open_private, try_lock, write_private
 
 MOST_LOG_BYTES = 64 * 1024 * 1024
 """Size at which a server's log is rotated; one older log is kept."""
@@ -75,7 +75,7 @@ class Background:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _PATIENCE_S
-        while not _try_lock(fd, fcntl.LOCK_EX):
+        while not try_lock(fd):
             if time.monotonic() > deadline:
                 os.close(fd)
                 record = self.record()
@@ -86,14 +86,7 @@ class Background:
 
     def runs(self) -> bool:
         """Return True while a server holds the lock."""
-        try:
-            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            return not _try_lock(fd, fcntl.LOCK_SH)
-        finally:
-            os.close(fd)
+        return is_locked(self.path / "lock", fcntl.LOCK_SH)
 
     def record(self) -> Record | None:
         """Return the last record, perhaps that of an ended server; None if there is none or it is unreadable."""
@@ -156,11 +149,3 @@ def known_names() -> list[str]:
         return sorted(path.name for path in servers_dir().iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:
         return []
-
-
-def _try_lock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

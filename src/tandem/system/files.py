@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -37,11 +38,13 @@ class NotRegular(OSError):
 
 @contextlib.contextmanager
 def file_errors(what: str, remedy: str = "", *, param: str | None = None, kind: type[UsageError] = UsageError) -> Iterator[None]:
-    """Raise an OSError of the block as `kind`: `what`, such as `FILE: cannot be read`, the system's reason, and the `remedy`."""
+    """Raise the block's OSError or UnicodeDecodeError as `kind`: `what`, such as `FILE: cannot be read`, the reason, and the
+    `remedy`."""
     try:
         yield
-    except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}{remedy and '; '}{remedy}", param=param) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "not UTF-8 text"
+        raise kind(f"{what}: {why}{remedy and '; '}{remedy}", param=param) from None
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
@@ -123,6 +126,26 @@ def _force(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def try_lock(file: int | BinaryIO, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file until it is closed, without waiting; return False if another process holds a lock that excludes it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Return whether a process holds a lock on the file that excludes one of `kind`; False without the file. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return not try_lock(descriptor, kind)
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def withheld_folder(path: Path) -> Path | None:

@@ -14,7 +14,7 @@ import tokenizers
 
 from tandem.checkpoints.config import MOST
 from tandem.errors import BrokenModel, ServerError
-from tandem.json_types import JsonMapping, JsonObject
+from tandem.json_types import JsonMapping
 from tandem.log import Seldom
 from tandem.system.files import read_text
 
@@ -72,7 +72,7 @@ class Scheme:
 
 def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
     """Return the scheme for the `decoder` section of a tokenizer.json."""
-    steps = _decoder_steps(decoder)
+    steps = _steps(decoder, "decoders")
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return Scheme(kind="byte_level", added=added)
@@ -86,14 +86,6 @@ def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
             fallback = "ByteFallback" in kinds
             return Scheme(kind="spaces", strips_first_space=strip is not None, byte_fallback=fallback, added=added)
     return Scheme(kind="library", added=added)
-
-
-def _decoder_steps(decoder: object) -> list[JsonObject]:
-    if not isinstance(decoder, dict):
-        return []
-    if decoder.get("type") == "Sequence":
-        return [step for inner in decoder.get("decoders", []) for step in _decoder_steps(inner)]
-    return [decoder]
 
 
 _SHORTENS = {"NFC": 4, "NFKC": 4, "NFKD": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1}
@@ -142,6 +134,7 @@ def _knows_all_bytes(model: JsonMapping, scheme: Scheme, known: set[str]) -> boo
 
 
 def _steps(part: object, inner: str) -> list[JsonMapping]:
+    """Return the steps of a part of tokenizer.json; those of a sequence, which may be nested, are its entry `inner`."""
     if not isinstance(part, Mapping):
         return []
     if part.get("type") == "Sequence":

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from tandem.checkpoints.config import eos_token_ids, read_json
 from tandem.checkpoints.files import ModelFiles
-from tandem.errors import BrokenModel, RequestError, UsageError
+from tandem.errors import BrokenModel, RequestError
 from tandem.json_types import JsonMapping, JsonObject
-from tandem.system.files import read_text
+from tandem.system.files import file_errors, read_text
 from tandem.text.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -242,23 +242,15 @@ def _flag(file: str | Path) -> str:
 
 
 def _read_template(file: str | Path) -> str:
-    try:
+    with file_errors(f"{_flag(file)}: cannot be read", param="chat_template"):
         return read_text(Path(file).expanduser())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{_flag(file)}: cannot be read: {getattr(error, 'strerror', None) or error}", param="chat_template"
-        ) from error
 
 
 def _template_source(path: Path, config: JsonObject) -> str | None:
     jinja = path / "chat_template.jinja"
     if jinja.exists():
-        try:
+        with file_errors(f"{jinja}: cannot be read", param="chat_template", kind=BrokenModel):
             return read_text(jinja)
-        except (OSError, ValueError) as error:
-            raise BrokenModel(
-                f"{jinja}: cannot be read: {getattr(error, 'strerror', None) or error}", param="chat_template"
-            ) from error
     source = config.get("chat_template")
     if isinstance(source, list):  # named templates: [{"name": "default", "template": "..."}, ...]
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}

@@ -345,17 +345,6 @@ def test_files_of_another_kind_are_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="is not a journal that this version can read; move it away"):
         Journal(tmp_path)
     assert path.read_bytes() == data
-    path.unlink()
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "file-x.json").write_text("{}")
-    with pytest.raises(ConfigError, match="has files and batches of an earlier version .* move the directory"):
-        Journal(tmp_path)
-    assert not path.exists()
-    shutil.rmtree(tmp_path / "files")
-    (tmp_path / "journal").write_bytes(b"tandem journal 1\nabcd")
-    with pytest.raises(ConfigError, match="of an earlier version of Tandem, .* give another directory, or move"):
-        Journal(tmp_path)
-    assert (tmp_path / "journal").read_bytes() == b"tandem journal 1\nabcd" and not path.exists()
 
 
 def test_a_journal_of_the_version_before_is_read_on(journal, tmp_path):

@@ -59,6 +59,13 @@ def need(holds: bool, flag: str, value: object, words: str) -> None:
         raise UsageError(f"{flag} {value}: must be {words}", param=flag.removeprefix("--").replace("-", "_"))
 
 
+def _need_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise UsageError unless each of these arguments is a number of tokens or requests."""
+    for name in names:
+        value = getattr(arguments, name)
+        need(0 < value <= _MOST_TOKENS, "--" + name.replace("_", "-"), value, f"1 to {_MOST_TOKENS}")
+
+
 def _prompts(arguments: argparse.Namespace, seed: int) -> PromptSource:
     return PromptSource(Path(arguments.tokenizer) if arguments.tokenizer else None, seed)
 
@@ -68,15 +75,10 @@ def _prompts(arguments: argparse.Namespace, seed: int) -> PromptSource:
 
 def _serve(arguments: argparse.Namespace) -> int:
     mix, percentiles, goodput = _mix(arguments), _percentiles(arguments), _goodput(arguments)
-    rate, burstiness = arguments.request_rate, arguments.burstiness
+    rate, burstiness, concurrency = arguments.request_rate, arguments.burstiness, arguments.max_concurrency
     need(0 < rate <= _FASTEST or rate == math.inf, "--request-rate", rate, f"above 0 and at most {_FASTEST}, or inf")
     need(0 < burstiness <= _FASTEST, "--burstiness", burstiness, f"above 0 and at most {_FASTEST}")
-    need(
-        arguments.max_concurrency is None or arguments.max_concurrency > 0,
-        "--max-concurrency",
-        arguments.max_concurrency,
-        "at least 1",
-    )
+    need(concurrency is None or concurrency > 0, "--max-concurrency", concurrency, "at least 1")
     need(arguments.rounds > 0, "--rounds", arguments.rounds, "at least 1")
     targets = [_target(arguments, server_url(arguments), arguments.model)]
     if arguments.compare:
@@ -133,17 +135,8 @@ def _warm_up(arguments: argparse.Namespace, target: Target, mix: Mix) -> None:
 def _mix(arguments: argparse.Namespace) -> Mix:
     a = arguments
     repeats = a.dataset_name == "prefix_repetition"
-    for flag in (
-        "num_prompts",
-        "random_input_len",
-        "random_output_len",
-        "long_input_len",
-        "prefix_repetition_prefix_len",
-        "prefix_repetition_suffix_len",
-        "prefix_repetition_num_prefixes",
-        "prefix_repetition_output_len",
-    ):
-        need(0 < getattr(a, flag) <= _MOST_TOKENS, "--" + flag.replace("_", "-"), getattr(a, flag), f"1 to {_MOST_TOKENS}")
+    _need_counts(a, "num_prompts", "random_input_len", "random_output_len", "long_input_len")
+    _need_counts(a, *(f"prefix_repetition_{name}" for name in ("prefix_len", "suffix_len", "num_prefixes", "output_len")))
     need(a.num_warmups >= 0, "--num-warmups", a.num_warmups, "at least 0")
     need(0 <= a.random_range_ratio < 1, "--random-range-ratio", a.random_range_ratio, "from 0 to less than 1")
     need(0 <= a.long_share <= 1, "--long-share", a.long_share, "from 0 to 1")
@@ -164,33 +157,24 @@ def _mix(arguments: argparse.Namespace) -> Mix:
 def _percentiles(arguments: argparse.Namespace) -> list[float]:
     for metric in arguments.percentile_metrics.split(","):
         need(metric in METRICS, "--percentile-metrics", metric, f"of {', '.join(METRICS)}")
+    text, words = arguments.metric_percentiles, "numbers from 0 to 100, separated by commas"
     try:
-        percentiles = [float(text) for text in arguments.metric_percentiles.split(",")]
+        percentiles = [float(item) for item in text.split(",")]
     except ValueError:
         percentiles = [math.nan]
-    need(
-        all(0 <= p <= 100 for p in percentiles),
-        "--metric-percentiles",
-        arguments.metric_percentiles,
-        "numbers from 0 to 100, separated by commas",
-    )
+    need(all(0 <= p <= 100 for p in percentiles), "--metric-percentiles", text, words)
     return percentiles
 
 
 def _goodput(arguments: argparse.Namespace) -> dict[str, float]:
-    goodput = {}
+    goodput, words = {}, f"METRIC:MILLISECONDS with {', '.join(GOODPUT_METRICS)}"
     for text in arguments.goodput:
         metric, _, limit = text.partition(":")
         try:
             goodput[metric] = float(limit)
         except ValueError:
             metric = ""
-        need(
-            metric in GOODPUT_METRICS and goodput[metric] > 0,
-            "--goodput",
-            text,
-            f"METRIC:MILLISECONDS with {', '.join(GOODPUT_METRICS)}",
-        )
+        need(metric in GOODPUT_METRICS and goodput[metric] > 0, "--goodput", text, words)
     return goodput
 
 
@@ -268,13 +252,7 @@ def _bar(text: str, total: int) -> Iterator[OnAnswer]:
 
 
 def _latency(arguments: argparse.Namespace) -> int:
-    for flag in ("input_len", "output_len", "num_iters"):
-        need(
-            0 < getattr(arguments, flag) <= _MOST_TOKENS,
-            "--" + flag.replace("_", "-"),
-            getattr(arguments, flag),
-            f"1 to {_MOST_TOKENS}",
-        )
+    _need_counts(arguments, "input_len", "output_len", "num_iters")
     need(arguments.num_iters_warmup >= 0, "--num-iters-warmup", arguments.num_iters_warmup, "at least 0")
     target = _target(arguments, server_url(arguments), arguments.model)
     mix = Mix(count=arguments.num_iters, input_len=arguments.input_len, output_len=arguments.output_len)

@@ -68,12 +68,8 @@ def clear(directory: Path, unused_s: float = 0.0) -> tuple[int, int]:
     for place in _spaces(directory):
         for path, size, used in _files(place):
             if now - used >= unused_s:
-                try:
+                with file_errors(f"--kv-disk {directory}: {path.name} cannot be deleted", param="kv_disk"):
                     path.unlink(missing_ok=True)
-                except OSError as error:
-                    raise UsageError(
-                        f"--kv-disk {directory}: {path.name} cannot be deleted: {error.strerror}", param="kv_disk"
-                    ) from error
                 count, nbytes = count + 1, nbytes + size
     return count, nbytes
 

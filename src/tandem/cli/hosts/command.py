@@ -23,6 +23,7 @@ from tandem.diagnostics.doctor.probe_messages import Facts, GatherFacts
 from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, Probes, probe_command
 from tandem.env import child_environment, variable
 from tandem.errors import ConfigError, UsageError
+from tandem.json_types import JsonObject
 from tandem.launchers.agent.agent_server import PORT
 from tandem.launchers.agent.discovery import Found, find
 from tandem.launchers.agent.link import PREFIX, PairingLink, agent_name
@@ -72,8 +73,8 @@ def write(arguments: argparse.Namespace) -> int:
     facts = gather_facts(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
-    text = write(arguments, hosts, facts, machines)
-    data = json.loads(topology.add_meeting_addresses(text, machines))
+    data = write(arguments, hosts, facts, machines)
+    topology.add_meeting_addresses(data["hosts"], machines)
     for entry in data["hosts"]:
         entry |= host_fields(facts[entry["ssh"]].memory_bytes, facts[entry["ssh"]].chip)
     text = json.dumps(data, indent=2)
@@ -100,8 +101,8 @@ def gather_facts(hosts: Sequence[str]) -> dict[str, Facts]:
 
 def _own(
     arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
-) -> str:
-    """Return a hosts file (JSON) with the machines' addresses and those chosen for cables. Print commands that set the latter."""
+) -> JsonObject:
+    """Return a hosts file's content with the machines' addresses and those chosen for cables. Print commands for the latter."""
     cables = topology.address_cables([topology.parse_cable(text, hosts) for text in arguments.cable], machines)
     for name, ends in cables.items():
         print(f"# on {name}:", file=sys.stderr)
@@ -119,13 +120,13 @@ def _own(
     }
     addresses = topology.choose_addresses(hosts, future)
     entries = [{"ssh": name, "ips": [addresses[name]]} for name in hosts]
-    return json.dumps({**({"backend": arguments.backend} if arguments.backend else {}), "hosts": entries}, indent=2)
+    return {**({"backend": arguments.backend} if arguments.backend else {}), "hosts": entries}
 
 
 def _from_mlx(
     arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
-) -> str:
-    """Return a hosts file made by MLX's own tool, which finds the cables of Macs, on subnets without conflicts.
+) -> JsonObject:
+    """Return the content of a hosts file made by MLX's own tool, which finds the cables of Macs, on subnets without conflicts.
 
     Raises UsageError.
     """
@@ -157,7 +158,8 @@ def _from_mlx(
         said = done.stdout.replace("Enter to continue", "")
         commands, text = topology.readdress(said, file.read_text(), topology.networks_of(machines))
     print(commands, file=sys.stderr)
-    return text
+    data: JsonObject = json.loads(text)
+    return data
 
 
 def pair_with(address: str, port: int, code: str | None) -> str:

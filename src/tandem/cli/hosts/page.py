@@ -38,6 +38,7 @@ from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.server.status.page import PATHS, file_response
 from tandem.supervision.record import DEFAULT_NAME, Background
+from tandem.system.files import file_errors
 
 COMMAND_S = 300.0
 MOST_BODY = 64 * 2**20
@@ -69,10 +70,8 @@ class _Asked(msgspec.Struct):
 
 def start_page(name: str, port: int) -> str:
     """Serve the page in a thread; return its address, with the key. Raises UsageError when the port is taken."""
-    try:
+    with file_errors(f"--page {port}", "name another port", param="page"):
         server = _PageServer((_HERE, port), _Handler)
-    except OSError as error:
-        raise UsageError(f"--page {port}: {error.strerror}; name another port", param="page") from error
     server.name, server.key, server.fetches = name, secrets.token_urlsafe(16), {}
     start_thread(server.serve_forever, name="page", on_failure=lambda _: None)
     return f"http://{_HERE}:{server.server_address[1]}/ui#key={server.key}"

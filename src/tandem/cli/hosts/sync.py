@@ -24,7 +24,7 @@ from tandem.errors import UsageError
 from tandem.launchers.agent.link import agent_name
 from tandem.launchers.host_facts import is_own
 from tandem.launchers.hostfile import HostEntry, Hostfile, is_in_memory, read_hostfile
-from tandem.launchers.ssh import PLACES, explain, path_below_home, ssh_command
+from tandem.launchers.ssh import PLACES, explain, own_interpreter, ssh_command
 from tandem.system.identity import machine_id
 from tandem.system.origin import write_wheel
 
@@ -129,8 +129,6 @@ def remote_line(python: str | None, words: Sequence[str]) -> str:
     if python is not None:
         return f"exec sh -c {shlex.quote(f'{_PATHS}; py={shlex.quote(python)}; {end}')}"
     minor = words[1]
-    interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
-    places = " ".join(f'"$HOME/{path}"' if not path.startswith("/") else path for path in PLACES)
     make = "; ".join(
         [
             f'if command -v uv >/dev/null; then uv venv --quiet --python {minor} "$env"',
@@ -143,10 +141,10 @@ def remote_line(python: str | None, words: Sequence[str]) -> str:
         [
             _PATHS,
             'py=""',
-            f'for one in {interpreters}; do [ -z "$py" ] && [ -x "$one" ] && py="$one"; done',
+            f'for one in {own_interpreter()}; do [ -z "$py" ] && [ -x "$one" ] && py="$one"; done',
             'found="$("${SHELL:-/bin/sh}" -lc "command -v tandem" </dev/null 2>/dev/null | tail -n 1)"',
             # The first line of a script installed by pip or uv names its interpreter.
-            f'for one in "$found" {places}; do if [ -z "$py" ] && [ -f "$one" ]; then py="$(sed -n "1s/^#!//p" "$one")"; '
+            f'for one in "$found" {PLACES}; do if [ -z "$py" ] && [ -f "$one" ]; then py="$(sed -n "1s/^#!//p" "$one")"; '
             '[ -x "$py" ] || py=""; fi; done',
             f'env="$HOME/{ENVIRONMENT}"',
             f'if [ -z "$py" ]; then {{ [ -x "$env/bin/python" ] || {{ {make}; }}; }} || exit 1; py="$env/bin/python"; fi',

@@ -12,6 +12,7 @@ from tandem.errors import UsageError
 from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.supervision.record import known_names
+from tandem.system.files import file_errors
 from tandem.system.origin import update_command
 
 CHECKOUT = Path(__file__).parents[4]
@@ -50,10 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _git(*words: str, remedy: str = "then update again") -> str:
     """Return what git prints. Raises UsageError with git's reason and the remedy if it fails."""
-    try:
+    with file_errors("git cannot be run", "install it, then update again"):
         done = subprocess.run(["git", "-C", CHECKOUT, *words], capture_output=True, text=True, errors="replace", check=False)
-    except OSError as error:
-        raise UsageError(f"git cannot be run: {error.strerror}; install it, then update again") from None
     if done.returncode:
         reason = " ".join(line.strip() for line in done.stderr.splitlines() if not line.startswith("hint:"))
         raise UsageError(f"git {words[0]} in {CHECKOUT}: {reason}; {remedy}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import socket
 import statistics
 import struct
@@ -23,10 +21,13 @@ from tandem.diagnostics.doctor.facts import gather
 from tandem.diagnostics.doctor.probe_messages import Transferred
 from tandem.diagnostics.tasks import RankTimes, run_ranks
 from tandem.launchers.process_groups import free_ports, written_files
+from tandem.processes.child import lines_of_parent
 from tandem.system.privacy import connect_trouble, network_withheld
 
 CONNECT_S = 4.0
 STALL_S = 10.0
+END_S = 0.2
+"""Seconds that a request may go on after the end of the input."""
 MESSAGE = 64
 """Size of a latency test's message in bytes."""
 ROUNDS = 50
@@ -139,25 +140,18 @@ def run_rank(request: probe_messages.RunRank) -> RankTimes:
 
 
 def main() -> int:
-    """Answer requests from standard input. A reader thread exits the process at end of input, even during a request."""
+    """Answer requests from standard input until it ends, and not longer."""
     own_process()
     raise_limit()
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            requests.put(line)
-        os._exit(0)
-
-    start_thread(read, name="requests", on_failure=lambda _: os._exit(1))
     probe = Probe()
-    while True:
+    for line in lines_of_parent(END_S):
         try:
-            reply = probe.answer(msgspec.json.decode(requests.get(), type=probe_messages.Request))
+            reply = probe.answer(msgspec.json.decode(line, type=probe_messages.Request))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             reply = probe_messages.ProbeError(f"{type(error).__name__}: {error}")
         sys.stdout.buffer.write(probe_messages.MARK + msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
+    return 0
 
 
 if __name__ == "__main__":

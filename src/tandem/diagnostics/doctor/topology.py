@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tandem.diagnostics.doctor.parsing import Interface
 from tandem.errors import ConfigError, LayoutError
+from tandem.json_types import JsonObject
 
 RANK = {"thunderbolt": 0, "ethernet": 1, "": 1, "wifi": 2}
 """Preference of interface kinds; lower is faster."""
@@ -90,30 +90,28 @@ def _shared(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -
     return [{name: str(next(own.ip for own in every[name] if own.network == best)) for name in order} for best in common]
 
 
-def add_meeting_addresses(hostfile: str, machines: Mapping[str, Sequence[Interface]]) -> str:
-    """Add `address` entries to a hosts file whose `ips` are cables, so that every host can reach every other.
+def add_meeting_addresses(hosts: Sequence[JsonObject], machines: Mapping[str, Sequence[Interface]]) -> None:
+    """Add `address` to the hosts of a hosts file whose `ips` are cables, so that every host can reach every other.
 
-    Files of two hosts, or whose `ips` already share a subnet, are returned unchanged. Raises LayoutError where the hosts share
-    no subnet.
+    Two hosts, and those whose `ips` already share a subnet, stay as they are. Raises LayoutError where the hosts share no
+    subnet.
     """
-    data = json.loads(hostfile)
-    names = [entry["ssh"] for entry in data["hosts"]]
+    names = [entry["ssh"] for entry in hosts]
     shared = _shared(names, machines)
     if (
         len(names) < 3
-        or not all(entry.get("ips") for entry in data["hosts"])
-        or any(all(entry["ips"][0] == found[entry["ssh"]] for entry in data["hosts"]) for found in shared)
+        or not all(entry.get("ips") for entry in hosts)
+        or any(all(entry["ips"][0] == found[entry["ssh"]] for entry in hosts) for found in shared)
     ):
-        return hostfile
+        return
     if not shared:
         raise LayoutError(
             f"{', '.join(names)} share no network beside their cables: each cable reaches one of them, "
             "and the engine must reach all; join them by Ethernet or Wi-Fi too",
             param="hosts",
         )
-    for entry in data["hosts"]:
+    for entry in hosts:
         entry["address"] = shared[0][entry["ssh"]]
-    return json.dumps(data, indent=2)
 
 
 def physical(there: Iterable[Interface]) -> list[Interface]:

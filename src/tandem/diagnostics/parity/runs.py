@@ -31,7 +31,7 @@ from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.scheduler.limits import Limits
 from tandem.system.cuda import uses_cuda
-from tandem.system.files import read_text
+from tandem.system.files import file_errors, read_text
 
 if TYPE_CHECKING:
     from tandem.loading.stage import StageModel
@@ -76,12 +76,8 @@ def default_prompts(vocab_size: int, prefill_chunk: int) -> list[list[int]]:
 
 def read_prompts(path: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Read prompts from a file, one a line: text, or a JSON list of token ids. Raises ConfigError."""
-    try:
+    with file_errors(f"--prompts {path}: cannot be read", param="prompts", kind=ConfigError):
         lines = [line for line in read_text(path).splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--prompts {path}: cannot be read: {getattr(error, 'strerror', None) or error}", param="prompts"
-        ) from error
     if not lines:
         raise ConfigError(f"--prompts {path}: has no lines; write one prompt a line", param="prompts")
     return [_ids(line) or encode(line) for line in lines]

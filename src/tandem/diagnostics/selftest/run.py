@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from tandem.diagnostics.selftest.check import Check, CheckResult
 from tandem.diagnostics.tasks import MODULE, Task, TaskProcess
@@ -136,11 +136,5 @@ def make(check: Check, attempt: int, task: Task, module: str) -> CheckResult:
             finding = process.finding(check.deadline_s)
     except SpawnError as error:
         return CheckResult(name=check.name, verdict="failed", detail=error.message, seconds=0.0, attempts=attempt)
-    return CheckResult(
-        name=check.name,
-        verdict=finding.verdict,
-        detail=finding.detail,
-        figures=finding.figures,
-        seconds=round(time.monotonic() - began, 1),
-        attempts=attempt,
-    )
+    seconds = round(time.monotonic() - began, 1)
+    return CheckResult(**asdict(finding), name=check.name, seconds=seconds, attempts=attempt)

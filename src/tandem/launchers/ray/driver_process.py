@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -40,7 +39,7 @@ from tandem.json_types import JsonObject
 from tandem.launchers.host_facts import is_own
 from tandem.launchers.ray.driver import sigterm_kept
 from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, check_addresses, choose, shortage
-from tandem.processes.child import die_with_parent
+from tandem.processes.child import die_with_parent, lines_of_parent
 from tandem.processes.interpreter import module_command
 from tandem.protocol.payloads import (
     RANK_HOST,
@@ -349,27 +348,12 @@ def _write(link: BinaryIO, message: DriverMessage) -> None:
     link.flush()
 
 
-def _requests() -> Iterator[bytes]:
-    """Return the lines of standard input. The process exits `END_S` seconds after their end at the latest."""
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            lines.put(line)
-        lines.put(b"")
-        time.sleep(END_S)
-        os._exit(1)
-
-    start_thread(read, name="requests", on_failure=lambda _: os._exit(1))
-    return iter(lines.get, b"")
-
-
 def _place_ranks(address: str, start_units: str, lock: str) -> None:
     """Run a driver until standard input ends."""
     die_with_parent()
     link = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # Ray's own output goes to standard error
-    requests = _requests()
+    requests = lines_of_parent(END_S)
     try:
         driver = Driver(address, int(start_units), lock, link)
     except UsageError as error:

@@ -27,7 +27,7 @@ from tandem.server.context import new_id
 from tandem.server.failures import ClientGone, refused
 from tandem.server.store.jobs import Jobs
 from tandem.server.store.journal import ClientRecord, Record
-from tandem.system.files import open_private, place_file
+from tandem.system.files import file_errors, open_private, place_file
 
 KEEP_S = 30 * 86400.0
 """Default retention of a file in seconds, as at OpenAI."""
@@ -133,7 +133,7 @@ class Files(Records[File]):
         self._max_bytes = max_bytes
         self._coming: dict[BinaryIO, int] = {}
         """Bytes received so far of running uploads, by output file."""
-        try:
+        with file_errors(f"--journal: cannot use {directory}", param="journal", kind=ConfigError):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in directory.iterdir():
                 if path.suffix != ".data" or not (path.stem in self._records or self.reading[path.stem]):
@@ -141,8 +141,6 @@ class Files(Records[File]):
             for file in self._records.values():
                 if not self.path(file.id).exists():
                     file.expires_at = 0.0
-        except OSError as error:
-            raise ConfigError(f"--journal: cannot use {directory}: {error.strerror}", param="journal") from None
 
     def close(self) -> None:
         """Stop the file thread."""

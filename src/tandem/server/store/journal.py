@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from tandem.errors import ConfigError, NotFoundError, RequestError, ServerError, UnavailableError
 from tandem.server.store.database import NOT_OURS, code_of, open_whole, pragma, seal
+from tandem.system.files import file_errors
 
 MOST_FREE = 16 * 2**20
 """Bytes of free pages above which the database is shrunk, if they are also more than half of its pages."""
@@ -35,21 +36,10 @@ _OF_BATCH = f"key = ? AND key != '' AND owner = ? AND background = {LINE}"
 
 
 def make_directory(directory: Path) -> None:
-    """Create the journal's directory if missing. Raises ConfigError if it is unusable or of an earlier version."""
+    """Create the journal's directory if missing. Raises ConfigError if it is unusable."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (directory / "journal").exists():
-            raise _unusable(
-                f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
-                "what is open in it; give another directory, or move the file away"
-            )
-        if any(directory.glob("files/*.json")):
-            raise _unusable(
-                f"{directory / 'files'} has files and batches of an earlier version of Tandem, which alone "
-                "can read them; let it end the batches, then move the directory 'files' away"
-            )
-    except OSError as error:
-        raise _unusable(f"cannot use {directory}: {error.strerror}") from None
+        with file_errors(f"--journal: cannot use {directory}", param="journal", kind=ConfigError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except ValueError:
         raise _unusable(f"{str(directory)!r} cannot be a directory") from None
 
