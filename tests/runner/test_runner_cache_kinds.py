@@ -113,6 +113,35 @@ def test_chunks_computed_in_one_pass_leave_the_caches_of_each_alone(stage: Stage
             np.testing.assert_allclose(again.feed([token]), alone.feed([token]), rtol=1e-3, atol=2e-4)
 
 
+def test_rows_of_a_shared_pass_join_together_as_one_by_one(stage: StageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "IDLE", 1)
+    rows = PromptRows.of(stage)
+    if not rows.positions:
+        pytest.skip("each of its prompts has a pass of its own")
+    rng = random.Random(6)
+    lengths = (9, 11, 10, 11, 8) if rows.padded else (10,) * 5
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
+    shared = stage.make_caches()
+    stage.forward(mx.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]), shared)
+    together, apart = (KVStore(stage.make_caches) for _ in range(2))
+    for store in (together, apart):
+        store.idles = all(map(may_idle, stage.make_caches()))
+        for name in ("x", "y", "z"):
+            store.join(name, prefilled(stage, [5, 6, 7], 3).caches, 3)
+        store.leave("y")  # whose row is the first to be taken
+    for sources in ([0, 1, 2, 3], [4]):
+        ids, taken = [str(source) for source in sources], [lengths[source] for source in sources]
+        together.join_rows(ids, shared, taken, sources)
+        for source in sources:
+            apart.join(str(source), [row_of(one, source, lengths[source]) for one in shared], lengths[source])
+    together.check()
+    assert together.rows == apart.rows
+    tokens = mx.array([[7 + row] for row in range(len(apart.rows))])
+    for _ in range(2):
+        got, want = (np.array(stage.forward(tokens, store.batch())) for store in (together, apart))
+        np.testing.assert_array_equal(got, want)
+
+
 def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "IDLE", 2)
     rng = random.Random(3)

@@ -20,9 +20,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from tandem.loading.prefix import cut_state
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.protocol.step import KVShape
-from tandem.runner.kv_layers import RowStep
+from tandem.runner.kv_layers import JoiningRows, RowStep
 
 Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
 """Function for attention over rows of unequal length, with the arguments of `ragged_attention.attend`."""
@@ -154,10 +155,7 @@ class KVBufferLayer:
         """Append a row within the capacity, or replace `row`, by a copy of a single-sequence cache of `length` tokens."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
-        rows, capacity = self._capacity.rows, self._used(self._capacity.positions)
-        if not self._parts:
-            self._parts = [mx.zeros((rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
-        self._rows = max(self._rows, row + 1)
+        capacity = self._grown(row + 1, new)
         start = (length - held) % self._ring if self._ring else 0
         ends = min(held, (self._ring or capacity) - start)  # positions before the ring wraps
         for mine, part in zip(self._parts, new, strict=True):
@@ -165,6 +163,27 @@ class KVBufferLayer:
             mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]
             if ends < held:
                 mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
+
+    def join_rows(self, cache: Any, joining: JoiningRows) -> None:
+        """Add rows: see LayerStore."""
+        keys, values, *_ = cut_state(cache.state, joining.longest)
+        new = (keys, values) if self._groups is None else (*keys, *values)
+        self._grown(max(joining.rows) + 1, new)
+        for mine, part in zip(self._parts, new, strict=True):
+            if not part.size:
+                continue  # as in `update_and_fetch`
+            mine[joining.places] = 0  # as in `join`
+            own = mx.where(joining.filled, part[joining.chosen], mx.zeros((), part.dtype))
+            mine[joining.places, :, : joining.longest] = own
+
+    def _grown(self, rows: int, new: Sequence[mx.array]) -> int:
+        """Count `rows` at least, in buffers for parts like `new`; return the positions of each."""
+        self._rows = max(self._rows, rows)
+        capacity = self._used(self._capacity.positions)
+        self._parts = self._parts or [
+            mx.zeros((self._capacity.rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new
+        ]
+        return capacity
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return copies of rows. Gathered, since a slice would be a second reference to the buffer."""

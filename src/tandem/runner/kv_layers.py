@@ -18,6 +18,7 @@ from mlx_lm.models import cache as mlx_caches
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage_caches import LayerCall, StateBatch
 from tandem.protocol.step import KVShape
+from tandem.runner.prompt_rows import row_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,42 @@ class RowStep:
         return any(ring == size and mask is known for size, known in self._masks)
 
 
+@dataclass(frozen=True)
+class JoiningRows:
+    """Sequences that join from the caches of a pass that they shared. Shared by the layers, so arrays are built once."""
+
+    lengths: Sequence[int]
+    rows: Sequence[int]
+    """Row that each gets."""
+    sources: Sequence[int]
+    """Row of each in the caches."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest."""
+        return max(self.lengths)
+
+    @cached_property
+    def places(self) -> slice | mx.array:
+        """Index of `rows` in an array."""
+        return _index(self.rows)
+
+    @cached_property
+    def chosen(self) -> slice | mx.array:
+        """Index of `sources` in an array."""
+        return _index(self.sources)
+
+    @cached_property
+    def filled(self) -> mx.array:
+        """bool [rows, 1, longest, 1]: positions within each row's length."""
+        return (mx.arange(self.longest) < mx.array(list(self.lengths))[:, None])[:, None, :, None]
+
+
+def _index(rows: Sequence[int]) -> slice | mx.array:
+    adjacent = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+    return slice(rows[0], rows[0] + len(rows)) if adjacent else mx.array(list(rows))
+
+
 class LayerStore(Protocol):
     """Interface of the KV rows of one layer."""
 
@@ -102,6 +139,9 @@ class LayerStore(Protocol):
 
     def join(self, cache: Any, length: int, row: int) -> None:
         """Append one row, or replace the idle `row`, by a copy of a single-sequence cache that holds `length` tokens."""
+
+    def join_rows(self, cache: Any, joining: JoiningRows) -> None:
+        """Append or replace rows by copies of rows of a cache whose positions, counted from 0, never wrapped."""
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return lazy copies of the rows' data that `settle` needs; the store evaluates them for all layers at once."""
@@ -142,6 +182,11 @@ class ListLayer:
         """Add a row: see LayerStore."""
         for store, one in zip(self._stores, cache.caches, strict=True):
             store.join(one, length, row)
+
+    def join_rows(self, cache: Any, joining: JoiningRows) -> None:
+        """Add rows: see LayerStore."""
+        for store, one in zip(self._stores, cache.caches, strict=True):
+            store.join_rows(one, joining)
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[Any]:
         """Return the lazy copies of rows, one entry per member."""
@@ -211,6 +256,11 @@ class MergedLayer:
         self._rows += 1
         if row < self._rows - 1:
             self.settle(self._rows - 1, {row: self._rows - 1}, ())
+
+    def join_rows(self, cache: Any, joining: JoiningRows) -> None:
+        """Add rows one by one: see LayerStore."""
+        for length, row, source in zip(joining.lengths, joining.rows, joining.sources, strict=True):
+            self.join(row_of(cache, source, length), length, row)
 
     def _merged(self, cache: Any) -> Any:
         return type(cache).merge([cache])

@@ -24,7 +24,7 @@ from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_buffer import Attention, KVBufferLayer
-from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, StateLayer, batchable
+from tandem.runner.kv_layers import JoiningRows, LayerStore, ListLayer, MergedLayer, RowStep, StateLayer, batchable
 
 _DROPPING = (KVCache, GroupedKVCache, RotatingKVCache, ChunkedKVCache)
 """Classes of single-sequence caches that can drop the last positions of a call of several tokens."""
@@ -185,6 +185,14 @@ class KVStore(Rows):
         self._hold(len(self._ids), max(self._lengths))
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.join(cache, length, row)
+
+    def join_rows(self, ids: Sequence[str], caches: Sequence[Cache], lengths: Sequence[int], sources: Sequence[int]) -> None:
+        """Append rows of several sequences, copied from the rows `sources` of the caches of a pass that they shared, in which
+        each holds `lengths` tokens. Positions, counted from 0, never wrapped. Raises ValueError for a known id."""
+        joining = JoiningRows(lengths, [self._add(*one) for one in zip(ids, lengths, strict=True)], sources)
+        self._hold(len(self._ids), max(self._lengths))
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.join_rows(cache, joining)
 
     def leave(self, request_id: str) -> None:
         """Drop a row, which may stay idle; otherwise the last row takes its place. Raises KeyError if unknown."""

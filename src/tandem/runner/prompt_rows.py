@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from tandem.loading.prefix import cut_state, members
+from tandem.loading.prefix import cut_state, each_array, members
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import PrefillOp, padded_width
@@ -105,14 +105,13 @@ def joined(rows: Sequence[Any]) -> Any:
     return type(rows[0]).from_state(state)
 
 
-def row_of(cache: Any, row: int, length: int) -> Any:
-    """Return a single-sequence cache with a copy of one row of a batch, cut to `length` positions (lazy)."""
+def row_of(cache: Any, row: int, length: int, *, copy: bool = True) -> Any:
+    """Return a single-sequence cache with one row of a batch, cut to `length` positions (lazy). `copy`: False for a view."""
     if isinstance(cache, CacheList):
-        return CacheList(*(row_of(one, row, length) for one in cache.caches))
+        return CacheList(*(row_of(one, row, length, copy=copy) for one in cache.caches))
     state = _cut(cache, length) if type(cache) in _BY_POSITION else cache.state
-    return type(cache).from_state(
-        tree_map(lambda part: mx.contiguous(part[row : row + 1]) if isinstance(part, mx.array) else part, state)
-    )
+    own = each_array(lambda part: part[row : row + 1], state)
+    return type(cache).from_state(each_array(mx.contiguous, own) if copy else own)
 
 
 def _cut(cache: Any, length: int) -> tuple[Any, ...]:
