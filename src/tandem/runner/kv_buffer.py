@@ -20,10 +20,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from tandem.loading.prefix import cut_state
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.protocol.step import KVShape
-from tandem.runner.kv_layers import JoiningRows, RowStep
+from tandem.runner.kv_layers import RowStep
+from tandem.runner.prompt_rows import index
 
 Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
 """Function for attention over rows of unequal length, with the arguments of `ragged_attention.attend`."""
@@ -151,39 +151,23 @@ class KVBufferLayer:
         """Bytes of the KV buffer, used or not."""
         return sum(part.nbytes for part in self._parts)
 
-    def join(self, cache: Any, length: int, row: int) -> None:
-        """Append a row within the capacity, or replace `row`, by a copy of a single-sequence cache of `length` tokens."""
+    def join(self, cache: Any, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Add rows within the capacity: see LayerStore."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
-        capacity = self._grown(row + 1, new)
-        start = (length - held) % self._ring if self._ring else 0
+        count, capacity, at = self._capacity.rows, self._used(self._capacity.positions), index(rows)
+        if not self._parts:
+            self._parts = [mx.zeros((count, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
+        self._rows = max(self._rows, rows[-1] + 1)
+        start = (max(lengths) - held) % self._ring if self._ring else 0
         ends = min(held, (self._ring or capacity) - start)  # positions before the ring wraps
-        for mine, part in zip(self._parts, new, strict=True):
-            mine[row : row + 1] = 0  # masked weights are 0, but 0 times a NaN left by an earlier row is NaN
-            mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]
-            if ends < held:
-                mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
-
-    def join_rows(self, cache: Any, joining: JoiningRows) -> None:
-        """Add rows: see LayerStore."""
-        keys, values, *_ = cut_state(cache.state, joining.longest)
-        new = (keys, values) if self._groups is None else (*keys, *values)
-        self._grown(max(joining.rows) + 1, new)
         for mine, part in zip(self._parts, new, strict=True):
             if not part.size:
                 continue  # as in `update_and_fetch`
-            mine[joining.places] = 0  # as in `join`
-            own = mx.where(joining.filled, part[joining.chosen], mx.zeros((), part.dtype))
-            mine[joining.places, :, : joining.longest] = own
-
-    def _grown(self, rows: int, new: Sequence[mx.array]) -> int:
-        """Count `rows` at least, in buffers for parts like `new`; return the positions of each."""
-        self._rows = max(self._rows, rows)
-        capacity = self._used(self._capacity.positions)
-        self._parts = self._parts or [
-            mx.zeros((self._capacity.rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new
-        ]
-        return capacity
+            mine[at] = 0  # masked weights are 0, but 0 times a NaN left by an earlier row is NaN
+            mine[at, :, start : start + ends] = part[:, :, :ends]
+            if ends < held:
+                mine[at, :, : held - ends] = part[:, :, ends:]
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return copies of rows. Gathered, since a slice would be a second reference to the buffer."""

@@ -24,7 +24,7 @@ from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_buffer import Attention, KVBufferLayer
-from tandem.runner.kv_layers import JoiningRows, LayerStore, ListLayer, MergedLayer, RowStep, StateLayer, batchable
+from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, StateLayer, batchable
 
 _DROPPING = (KVCache, GroupedKVCache, RotatingKVCache, ChunkedKVCache)
 """Classes of single-sequence caches that can drop the last positions of a call of several tokens."""
@@ -181,18 +181,14 @@ class KVStore(Rows):
                 f"sequence {request_id} of {length} tokens has {len(caches)} caches for "
                 f"{len(self._layers)} layers, or such as hold another number of tokens"
             )
-        row = self._add(request_id, length)
-        self._hold(len(self._ids), max(self._lengths))
-        for layer, cache in zip(self._layers, caches, strict=True):
-            layer.join(cache, length, row)
+        self.join_rows([request_id], caches, [length])
 
-    def join_rows(self, ids: Sequence[str], caches: Sequence[Cache], lengths: Sequence[int], sources: Sequence[int]) -> None:
-        """Append rows of several sequences, copied from the rows `sources` of the caches of a pass that they shared, in which
-        each holds `lengths` tokens. Positions, counted from 0, never wrapped. Raises ValueError for a known id."""
-        joining = JoiningRows(lengths, [self._add(*one) for one in zip(ids, lengths, strict=True)], sources)
+    def join_rows(self, ids: Sequence[str], caches: Sequence[Cache], lengths: Sequence[int]) -> None:
+        """Append a row for each of `ids`, copied from the rows of caches of `prompt_rows.rows_of`, like `join`."""
+        rows = [self._add(*one) for one in zip(ids, lengths, strict=True)]
         self._hold(len(self._ids), max(self._lengths))
         for layer, cache in zip(self._layers, caches, strict=True):
-            layer.join_rows(cache, joining)
+            layer.join(cache, lengths, rows)
 
     def leave(self, request_id: str) -> None:
         """Drop a row, which may stay idle; otherwise the last row takes its place. Raises KeyError if unknown."""

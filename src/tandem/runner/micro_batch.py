@@ -11,7 +11,7 @@ from tandem.protocol.step import InsertOp, PrefillOp, SavePrefixOp, StepPlan, ba
 from tandem.runner.kv_buffer import Attention
 from tandem.runner.kv_store import KVStore, make_store, reserve
 from tandem.runner.prefix_store import PrefixStore
-from tandem.runner.prompt_rows import row_of
+from tandem.runner.prompt_rows import rows_of
 
 
 @dataclass(eq=False)
@@ -124,13 +124,11 @@ class MicroBatchState:
     def divide(self, ops: Sequence[PrefillOp], caches: list[Cache]) -> list[list[Cache]]:
         """Assign the rows of `caches`, of a pass that these chunks share. Return the caches to compute: rows of unfinished
         prompts are copied, others join the store from the pass's caches."""
-        computed = [caches]
-        for row, op in enumerate(ops):
-            held = self.held[op.request_id]
-            held.row = row if op.last and op.samples else None
-            held.caches = caches if held.row is not None else [row_of(one, row, held.length) for one in caches]
-            computed += [held.caches] if held.row is None else []
-        return computed
+        held = [self.held[op.request_id] for op in ops]
+        for row, (op, one) in enumerate(zip(ops, held, strict=True)):
+            ends = op.last and op.samples
+            one.caches, one.row = (caches, row) if ends else (rows_of(caches, [row], [one.length]), None)
+        return [caches, *(one.caches for one in held if one.caches and one.row is None)]
 
     def following(self, op: PrefillOp) -> list[int]:
         """Return the prompt tokens that follow each of the chunk's positions; none follows the prompt's last one."""
@@ -142,8 +140,7 @@ class MicroBatchState:
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
-        row = held.row
-        caches = held.caches if row is None else [row_of(one, row, held.length, copy=False) for one in held.caches]
+        caches = held.caches if held.row is None else rows_of(held.caches, [held.row], [op.length])
         self._prefixes.save(op.key, caches, held.length, op.length, op.takes)
 
     def caches(self, request_id: str) -> tuple[list[Cache], int]:
@@ -159,13 +156,13 @@ class MicroBatchState:
         """Move the KV of these sequences of one pass into the store, as their prompts are computed."""
         joining = [self.held[request_id] for request_id in request_ids]
         rows = [one.row for one in joining if one.row is not None]
-        for request_id, one in zip(request_ids, joining, strict=True):
-            assert one.caches is not None
-            if one.row is None:
-                self.store.join(request_id, one.caches, one.length)
-        if rows:
-            assert isinstance(self.store, KVStore) and joining[0].caches is not None
-            self.store.join_rows(request_ids, joining[0].caches, [one.length for one in joining], rows)
+        caches = joining[0].caches if joining else None
+        if caches is not None and rows:
+            assert isinstance(self.store, KVStore)
+            lengths = [one.length for one in joining]
+            self.store.join_rows(request_ids, rows_of(caches, rows, lengths), lengths)
+        elif caches is not None:
+            self.store.join(request_ids[0], caches, joining[0].length)
         for one in joining:
             one.caches = one.row = None
 

@@ -105,13 +105,27 @@ def joined(rows: Sequence[Any]) -> Any:
     return type(rows[0]).from_state(state)
 
 
-def row_of(cache: Any, row: int, length: int, *, copy: bool = True) -> Any:
-    """Return a single-sequence cache with one row of a batch, cut to `length` positions (lazy). `copy`: False for a view."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(row_of(one, row, length, copy=copy) for one in cache.caches))
-    state = _cut(cache, length) if type(cache) in _BY_POSITION else cache.state
-    own = each_array(lambda part: part[row : row + 1], state)
-    return type(cache).from_state(each_array(mx.contiguous, own) if copy else own)
+def rows_of(caches: Sequence[Any], rows: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    """Return caches with copies (lazy) of these rows of a batch's `caches`, cut to the longest of `lengths`. Shorter rows are
+    0 behind their length."""
+    at, longest = index(rows), max(lengths)
+    filled = (mx.arange(longest) < mx.array(list(lengths))[:, None])[:, None, :, None]
+
+    def copied(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(copied, cache.caches))
+        by_position = type(cache) in _BY_POSITION
+        padded = by_position and min(lengths) < longest
+        copy = (lambda part: mx.where(filled, part[at], 0)) if padded else (lambda part: mx.contiguous(part[at]))
+        return type(cache).from_state(each_array(copy, _cut(cache, longest) if by_position else cache.state))
+
+    return list(map(copied, caches))
+
+
+def index(rows: Sequence[int]) -> slice | mx.array:
+    """Return an index of these rows of an array: a slice if they are adjacent."""
+    adjacent = slice(rows[0], rows[0] + len(rows))
+    return adjacent if list(rows) == list(range(adjacent.stop))[adjacent] else mx.array(list(rows))
 
 
 def _cut(cache: Any, length: int) -> tuple[Any, ...]:
