@@ -18,7 +18,7 @@ from tandem.loading.stage import StageModel
 from tandem.runner import kv_store
 from tandem.runner.kv_store import KVStore, RowsApart, make_store, may_idle
 from tandem.runner.prefix_store import PrefixStore
-from tandem.runner.prompt_rows import PromptRows, joined, row_of
+from tandem.runner.prompt_rows import PromptRows, joined, rows_of
 from tandem.runner.runner import Runner
 
 KINDS = {
@@ -103,14 +103,43 @@ def test_chunks_computed_in_one_pass_leave_the_caches_of_each_alone(stage: Stage
     prompts = [[rng.randrange(300) for _ in range(4 + count)] for count in counts]
     first = stage.make_caches()
     stage.forward(mx.array([prompt[:4] for prompt in prompts]), first)
-    second = [joined(one) for one in zip(*([row_of(one, i, 4) for one in first] for i in range(3)), strict=True)]
+    second = [joined(one) for one in zip(*(rows_of(first, [i], [4]) for i in range(3)), strict=True)]
     stage.forward(mx.array([prompt[4:] + [0] * (4 + max(counts) - len(prompt)) for prompt in prompts]), second)
     for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         again = Alone(stage)
-        again.caches = [row_of(one, i, 4 + count) for one in second]
+        again.caches = rows_of(second, [i], [4 + count])
         alone = prefilled(stage, prompt, 4)
         for token in (5, 9):
             np.testing.assert_allclose(again.feed([token]), alone.feed([token]), rtol=1e-3, atol=2e-4)
+
+
+def test_rows_of_a_shared_pass_join_together_as_one_by_one(stage: StageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "IDLE", 1)
+    rows = PromptRows.of(stage)
+    if not rows.positions:
+        pytest.skip("each of its prompts has a pass of its own")
+    rng = random.Random(6)
+    lengths = (9, 11, 10, 11, 8) if rows.padded else (10,) * 5
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
+    shared = stage.make_caches()
+    stage.forward(mx.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]), shared)
+    together, apart = (KVStore(stage.make_caches) for _ in range(2))
+    for store in (together, apart):
+        store.idles = all(map(may_idle, stage.make_caches()))
+        for name in ("x", "y", "z"):
+            store.join(name, prefilled(stage, [5, 6, 7], 3).caches, 3)
+        store.leave("y")  # whose row is the first to be taken
+    for sources in ([0, 1, 2, 3], [4]):
+        ids, taken = [str(source) for source in sources], [lengths[source] for source in sources]
+        together.join_rows(ids, rows_of(shared, sources, taken), taken)
+        for source in sources:
+            apart.join(str(source), rows_of(shared, [source], [lengths[source]]), lengths[source])
+    together.check()
+    assert together.rows == apart.rows
+    tokens = mx.array([[7 + row] for row in range(len(apart.rows))])
+    for _ in range(2):
+        got, want = (np.array(stage.forward(tokens, store.batch())) for store in (together, apart))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +253,7 @@ def test_rows_are_taken_back_to_any_of_a_steps_tokens_on_each_stage(family: str,
             for token in (5, 9, 70 + step, 31):
                 feed(name, token)
             for store, one in zip(stores, alone[name], strict=True):
-                store.join(name, [row_of(cache, 0, 4) for cache in one.caches], 4)
+                store.join(name, rows_of(one.caches, [0], [4]), 4)
         if step == 3:
             for store in stores:
                 store.leave("0")

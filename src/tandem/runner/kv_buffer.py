@@ -23,6 +23,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_layers import RowStep
+from tandem.runner.prompt_rows import index
 
 Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
 """Function for attention over rows of unequal length, with the arguments of `ragged_attention.attend`."""
@@ -150,21 +151,23 @@ class KVBufferLayer:
         """Bytes of the KV buffer, used or not."""
         return sum(part.nbytes for part in self._parts)
 
-    def join(self, cache: Any, length: int, row: int) -> None:
-        """Append a row within the capacity, or replace `row`, by a copy of a single-sequence cache of `length` tokens."""
+    def join(self, cache: Any, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Add rows within the capacity: see LayerStore."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
-        rows, capacity = self._capacity.rows, self._used(self._capacity.positions)
+        count, capacity, at = self._capacity.rows, self._used(self._capacity.positions), index(rows)
         if not self._parts:
-            self._parts = [mx.zeros((rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
-        self._rows = max(self._rows, row + 1)
-        start = (length - held) % self._ring if self._ring else 0
+            self._parts = [mx.zeros((count, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
+        self._rows = max(self._rows, rows[-1] + 1)
+        start = (max(lengths) - held) % self._ring if self._ring else 0
         ends = min(held, (self._ring or capacity) - start)  # positions before the ring wraps
         for mine, part in zip(self._parts, new, strict=True):
-            mine[row : row + 1] = 0  # masked weights are 0, but 0 times a NaN left by an earlier row is NaN
-            mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]
+            if not part.size:
+                continue  # as in `update_and_fetch`
+            mine[at] = 0  # masked weights are 0, but 0 times a NaN left by an earlier row is NaN
+            mine[at, :, start : start + ends] = part[:, :, :ends]
             if ends < held:
-                mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
+                mine[at, :, : held - ends] = part[:, :, ends:]
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return copies of rows. Gathered, since a slice would be a second reference to the buffer."""

@@ -18,6 +18,7 @@ from mlx_lm.models import cache as mlx_caches
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage_caches import LayerCall, StateBatch
 from tandem.protocol.step import KVShape
+from tandem.runner.prompt_rows import rows_of
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,9 @@ class LayerStore(Protocol):
     def nbytes(self) -> int:
         """Bytes of the layer's arrays."""
 
-    def join(self, cache: Any, length: int, row: int) -> None:
-        """Append one row, or replace the idle `row`, by a copy of a single-sequence cache that holds `length` tokens."""
+    def join(self, cache: Any, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Append `rows`, or replace idle ones, by copies of a cache's rows, which hold tokens of these `lengths`: of a
+        single-sequence cache, or of `prompt_rows.rows_of`."""
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return lazy copies of the rows' data that `settle` needs; the store evaluates them for all layers at once."""
@@ -138,10 +140,10 @@ class ListLayer:
         """Bytes of all members."""
         return sum(store.nbytes for store in self._stores)
 
-    def join(self, cache: Any, length: int, row: int) -> None:
-        """Add a row: see LayerStore."""
+    def join(self, cache: Any, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Add rows: see LayerStore."""
         for store, one in zip(self._stores, cache.caches, strict=True):
-            store.join(one, length, row)
+            store.join(one, lengths, rows)
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[Any]:
         """Return the lazy copies of rows, one entry per member."""
@@ -201,19 +203,19 @@ class MergedLayer:
         """Bytes of the layer's arrays."""
         return 0 if self._batch is None else int(self._batch.nbytes)
 
-    def join(self, cache: Any, length: int, row: int) -> None:
-        """Add a row: see LayerStore."""
-        new = self._merged(cache)
+    def join(self, cache: Any, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Add rows: see LayerStore."""
+        new = self._merged([cache] if len(rows) == 1 else [rows_of([cache], [i], [n])[0] for i, n in enumerate(lengths)])
         if self._batch is None:
             self._batch = new
         else:
             self._batch.extend(new)
-        self._rows += 1
-        if row < self._rows - 1:
-            self.settle(self._rows - 1, {row: self._rows - 1}, ())
+        before, self._rows = self._rows, self._rows + len(rows)
+        if rows[0] < before:
+            self.settle(max(before, rows[-1] + 1), {row: before + i for i, row in enumerate(rows)}, ())
 
-    def _merged(self, cache: Any) -> Any:
-        return type(cache).merge([cache])
+    def _merged(self, caches: Sequence[Any]) -> Any:
+        return type(caches[0]).merge(caches)
 
     def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
         """Return nothing, as `settle` gathers rows itself."""
@@ -273,14 +275,14 @@ class StateLayer(MergedLayer):
         self._kept = steps
         self._steps: list[_NotedStep] = []
 
-    def join(self, cache: Any, length: int, row: int) -> None:
-        """Add a row: see LayerStore."""
+    def join(self, cache: Any, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Add rows: see LayerStore."""
         for step in self._steps:
-            step.began.append(None)
-        super().join(cache, length, row)
+            step.began += [None] * len(rows)
+        super().join(cache, lengths, rows)
 
-    def _merged(self, cache: Any) -> Any:
-        return StateBatch.merge([cache])
+    def _merged(self, caches: Sequence[Any]) -> Any:
+        return StateBatch.merge(caches)
 
     def settle(self, rows: int, moves: Mapping[int, int], copies: Sequence[mx.array]) -> None:
         """Move rows: see LayerStore."""

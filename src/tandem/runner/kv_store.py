@@ -181,10 +181,14 @@ class KVStore(Rows):
                 f"sequence {request_id} of {length} tokens has {len(caches)} caches for "
                 f"{len(self._layers)} layers, or such as hold another number of tokens"
             )
-        row = self._add(request_id, length)
+        self.join_rows([request_id], caches, [length])
+
+    def join_rows(self, ids: Sequence[str], caches: Sequence[Cache], lengths: Sequence[int]) -> None:
+        """Append a row for each of `ids`, copied from the rows of caches of `prompt_rows.rows_of`, like `join`."""
+        rows = [self._add(*one) for one in zip(ids, lengths, strict=True)]
         self._hold(len(self._ids), max(self._lengths))
         for layer, cache in zip(self._layers, caches, strict=True):
-            layer.join(cache, length, row)
+            layer.join(cache, lengths, rows)
 
     def leave(self, request_id: str) -> None:
         """Drop a row, which may stay idle; otherwise the last row takes its place. Raises KeyError if unknown."""

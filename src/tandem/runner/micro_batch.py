@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tandem.errors import BatchDesync
 from tandem.loading.quantized_kv import Cache
 from tandem.protocol.step import InsertOp, PrefillOp, SavePrefixOp, StepPlan, batch_fingerprint
 from tandem.runner.kv_buffer import Attention
-from tandem.runner.kv_store import make_store, reserve
+from tandem.runner.kv_store import KVStore, make_store, reserve
 from tandem.runner.prefix_store import PrefixStore
+from tandem.runner.prompt_rows import rows_of
 
 
 @dataclass(eq=False)
@@ -18,9 +19,12 @@ class Held:
     """Sequence on the rank; `caches` is None once its KV has moved into the store."""
 
     insert: InsertOp
-    caches: list[Cache] | None
+    caches: list[Cache] | None = field(default_factory=list)
+    """Empty before the first chunk."""
     length: int = 0
     """KV positions in `caches`."""
+    row: int | None = None
+    """Row of the sequence in `caches` of the pass that computed the end of its prompt, shared by others; None for its own."""
 
 
 class MicroBatchState:
@@ -37,13 +41,13 @@ class MicroBatchState:
         """Create an empty micro-batch. `prefixes`: shared by all micro-batches of the rank; `drafts`: maximum drafts per
         sequence and step. `one_by_one`: reason for computing rows separately, empty for batches. `attention`: attention of
         decode steps, None for mlx-lm's."""
-        self._prefixes = prefixes
+        self._prefixes, self._make_caches = prefixes, make_caches
         self.held: dict[str, Held] = {}
         self.store = make_store(make_caches, drafts, one_by_one, attention)
 
-    def insert(self, op: InsertOp, caches: list[Cache]) -> None:
+    def insert(self, op: InsertOp) -> None:
         """Add a sequence whose prompt is not computed yet."""
-        self.held[op.request_id] = Held(op, caches)
+        self.held[op.request_id] = Held(op)
 
     def apply(self, plan: StepPlan) -> None:
         """Restore prefixes, trim rejected drafts and check the fingerprint. Raises BatchDesync before anything is computed."""
@@ -105,14 +109,26 @@ class MicroBatchState:
             for request_id, held in self.held.items()
         ]
 
-    def chunk(self, op: PrefillOp) -> tuple[list[int], list[Cache]]:
-        """Return the tokens of a prompt chunk, and the caches that it extends."""
+    def chunk(self, op: PrefillOp, *, alone: bool) -> tuple[list[int], list[Cache]]:
+        """Return the tokens of a prompt chunk, and the caches that it extends: none for a first chunk in a pass that it
+        shares, which is not `alone`."""
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, the plan still has its prompt")
         held.length += op.count
-        reserve(held.caches, 0 if op.last else len(held.insert.tokens) - op.start)
+        if alone:
+            held.caches = held.caches or self._make_caches()
+            reserve(held.caches, 0 if op.last else len(held.insert.tokens) - op.start)
         return held.insert.tokens[op.start : op.start + op.count], held.caches
+
+    def divide(self, ops: Sequence[PrefillOp], caches: list[Cache]) -> list[list[Cache]]:
+        """Assign the rows of `caches`, of a pass that these chunks share. Return the caches to compute: rows of unfinished
+        prompts are copied, others join the store from the pass's caches."""
+        held = [self.held[op.request_id] for op in ops]
+        for row, (op, one) in enumerate(zip(ops, held, strict=True)):
+            ends = op.last and op.samples
+            one.caches, one.row = (caches, row) if ends else (rows_of(caches, [row], [one.length]), None)
+        return [caches, *(one.caches for one in held if one.caches and one.row is None)]
 
     def following(self, op: PrefillOp) -> list[int]:
         """Return the prompt tokens that follow each of the chunk's positions; none follows the prompt's last one."""
@@ -124,7 +140,8 @@ class MicroBatchState:
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
-        self._prefixes.save(op.key, held.caches, held.length, op.length, op.takes)
+        caches = held.caches if held.row is None else rows_of(held.caches, [held.row], [op.length])
+        self._prefixes.save(op.key, caches, held.length, op.length, op.takes)
 
     def caches(self, request_id: str) -> tuple[list[Cache], int]:
         """Return a sequence's caches (copies if it decodes) and their KV positions. Raises BatchDesync if it is missing."""
@@ -135,12 +152,19 @@ class MicroBatchState:
             return held.caches, held.length
         return self.store.extract(request_id), self.store.length(request_id)
 
-    def join(self, request_id: str) -> None:
-        """Move the sequence's KV into the store, as its prompt is computed."""
-        held = self.held[request_id]
-        assert held.caches is not None
-        self.store.join(request_id, held.caches, held.length)
-        held.caches = None
+    def join(self, request_ids: Sequence[str]) -> None:
+        """Move the KV of these sequences of one pass into the store, as their prompts are computed."""
+        joining = [self.held[request_id] for request_id in request_ids]
+        rows = [one.row for one in joining if one.row is not None]
+        caches = joining[0].caches if joining else None
+        if caches is not None and rows:
+            assert isinstance(self.store, KVStore)
+            lengths = [one.length for one in joining]
+            self.store.join_rows(request_ids, rows_of(caches, rows, lengths), lengths)
+        elif caches is not None:
+            self.store.join(request_ids[0], caches, joining[0].length)
+        for one in joining:
+            one.caches = one.row = None
 
     @property
     def nbytes(self) -> int:

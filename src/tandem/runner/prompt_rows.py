@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from tandem.loading.prefix import cut_state, members
+from tandem.loading.prefix import cut_state, each_array, members
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import PrefillOp, padded_width
@@ -105,14 +105,27 @@ def joined(rows: Sequence[Any]) -> Any:
     return type(rows[0]).from_state(state)
 
 
-def row_of(cache: Any, row: int, length: int) -> Any:
-    """Return a single-sequence cache with a copy of one row of a batch, cut to `length` positions (lazy)."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(row_of(one, row, length) for one in cache.caches))
-    state = _cut(cache, length) if type(cache) in _BY_POSITION else cache.state
-    return type(cache).from_state(
-        tree_map(lambda part: mx.contiguous(part[row : row + 1]) if isinstance(part, mx.array) else part, state)
-    )
+def rows_of(caches: Sequence[Any], rows: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    """Return caches with copies (lazy) of these rows of a batch's `caches`, cut to the longest of `lengths`. Shorter rows are
+    0 behind their length."""
+    at, longest = index(rows), max(lengths)
+    filled = (mx.arange(longest) < mx.array(list(lengths))[:, None])[:, None, :, None]
+
+    def copied(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(copied, cache.caches))
+        by_position = type(cache) in _BY_POSITION
+        padded = by_position and min(lengths) < longest
+        copy = (lambda part: mx.where(filled, part[at], 0)) if padded else (lambda part: mx.contiguous(part[at]))
+        return type(cache).from_state(each_array(copy, _cut(cache, longest) if by_position else cache.state))
+
+    return list(map(copied, caches))
+
+
+def index(rows: Sequence[int]) -> slice | mx.array:
+    """Return an index of these rows of an array: a slice if they are adjacent."""
+    adjacent = slice(rows[0], rows[0] + len(rows))
+    return adjacent if list(rows) == list(range(adjacent.stop))[adjacent] else mx.array(list(rows))
 
 
 def _cut(cache: Any, length: int) -> tuple[Any, ...]:

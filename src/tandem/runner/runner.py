@@ -32,7 +32,7 @@ from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.pooler import Pooler, label_logprobs, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
-from tandem.runner.prompt_rows import PromptRows, joined, only_pooled, row_of
+from tandem.runner.prompt_rows import PromptRows, joined, only_pooled
 from tandem.runner.prompt_scorer import Scores, score
 from tandem.runner.sampler import Allowed, Sampled, Sampler
 
@@ -174,7 +174,7 @@ class Runner:
         for one, shape in zip(self._micro_batches, plan.kv_shapes, strict=False):
             one.store.allot(shape)
         for insert in plan.inserts:
-            micro_batch.insert(insert, self.stage.make_caches())
+            micro_batch.insert(insert)
         micro_batch.apply(plan)
         for keep in plan.keeps:
             self._keep(micro_batch, keep)
@@ -192,8 +192,7 @@ class Runner:
                     if self.drafter is not None:
                         self.drafter.save(saves[op.request_id])
                     micro_batch.save(saves.pop(op.request_id))
-                if op.last and op.samples:
-                    micro_batch.join(op.request_id)
+            micro_batch.join([op.request_id for op in ops if op.last and op.samples])
         for store in plan.stores:
             self._prefixes.store(store)
         for key in plan.evicts:
@@ -299,7 +298,7 @@ class Runner:
 
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
-        chunks = [micro_batch.chunk(op) for op in ops]
+        chunks = [micro_batch.chunk(op, alone=len(ops) == 1) for op in ops]
         width = self._prompt_rows.width(ops) if pending.plan.pads else max(op.count for op in ops)
         tokens = None
         if self.stage.is_first:
@@ -317,12 +316,10 @@ class Runner:
             for cache in whole:
                 cache.trim(width - ops[0].count)
         elif others:
-            pooled = only_pooled(ops[0])
-            kept = [] if pooled else [[row_of(one, row, op.start + op.count) for one in caches] for row, op in enumerate(ops)]
-        for op, own in zip(ops, kept, strict=False):
-            micro_batch.held[op.request_id].caches = own
+            kept = [] if only_pooled(ops[0]) else micro_batch.divide(ops, caches)
         for row, op in enumerate(ops):
-            self._read(pending, micro_batch, op, hidden[row : row + 1, : op.count])
+            if op.pooling is not None or op.prompt_logprobs is not None:
+                self._read(pending, micro_batch, op, hidden[row : row + 1, : op.count])
         self._judge(pending, hidden, [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids])
         ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
         if ends:
