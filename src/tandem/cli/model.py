@@ -144,7 +144,7 @@ def _show(arguments: argparse.Namespace) -> int:
         "vocabulary": str(model.vocab_size),
         "context": f"{model.max_context} tokens",
         "weights": f"{model.dtype}{quantised}",
-        "size": size(sum(model.layer_bytes) + model.embed_bytes + model.head_bytes),
+        "size": size(sum(model.layer_bytes) + model.embed_bytes + model.head_bytes + model.mapped_bytes),
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling_defaults(files.path, "auto", None).given().items())
         or "-",
     }

@@ -25,7 +25,7 @@ from tandem.launchers.agent.link import PREFIX
 from tandem.launchers.agent.trust import Trust
 from tandem.launchers.hostfile import read_hostfile
 from tandem.models.kv_types import require_quantizable
-from tandem.planner.explain import GOALS, LEGEND, Named, caveats, commands, in_words, plan_json, rate, serve_flags
+from tandem.planner.explain import GOALS, LEGEND, Named, caveats, commands, gib, in_words, plan_json, rate, serve_flags
 from tandem.planner.hardware import GIB, Machine
 from tandem.planner.hosts import Hosts, cluster_of, host_spec, host_specs, read_hosts, this_machine, this_name
 from tandem.planner.layouts import parse_layout
@@ -142,6 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if model.note:
         cluster.notes.insert(0, model.note)
+    if mapped := model.description.mapped_bytes:
+        cluster.notes.append(f"{gib(mapped)} of n-gram tables are read from the model's files row by row, and take no memory.")
     try:
         answer = plan(model.description, cluster.machines, cluster.links, request, experts=model.experts)
     except NothingFits as refusal:

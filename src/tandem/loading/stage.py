@@ -41,7 +41,7 @@ from tandem.loading.shard_modules import (
     rows_of,
     sum_outputs,
 )
-from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
+from tandem.loading.weights import PartLoader, TableLoader, one_line, open_weights, split_by_part
 from tandem.models.description import ModelDescription, part_of_tensor
 from tandem.models.families.table import family_of
 from tandem.models.kv_types import KV_BITS
@@ -323,11 +323,10 @@ def load_stage(
     weights = split_by_part(open_weights(files, model, description), pipeline_model.path, model, description, str(files.path))
     owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
     weights.clear()  # weights of other stages are never read
+    options: Any = {"quantization": description.quantization, "dtype": compute, "cast": getattr(model, "cast_predicate", None)}
+    TableLoader(dequantize=False, **options).map_tables(files, pipeline_model, owned)
     total = sum(array.nbytes for part in owned.values() for array in part.values())
-    cast = getattr(model, "cast_predicate", None)
-    loader = PartLoader(
-        quantization=description.quantization, dequantize=dequantize, dtype=compute, cast=cast, loaded=counter(progress, total)
-    )
+    loader = PartLoader(dequantize=dequantize, loaded=counter(progress, total), **options)
     modules = _load_parts(pipeline_model, owned, loader, _cutters(pipeline_model, owned, description, shard))
     nbytes = sum(a.nbytes for module in modules.values() for _, a in tree_flatten(module.parameters()))
     _share_head(model, modules, description, layers, shard, tensor_parallel)

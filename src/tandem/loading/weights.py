@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors, weight_files
-from tandem.checkpoints.safetensors import TensorInfo, encode_header
+from tandem.checkpoints.safetensors import TensorInfo, encode_header, read_header
 from tandem.errors import BrokenModel, OutOfMemory
 from tandem.json_types import JsonObject
 from tandem.loading.foreign import converted, sanitized
@@ -22,7 +25,7 @@ from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
 from tandem.models.description import ModelDescription, part_of_tensor, stored_bare
 from tandem.models.families.table import family_of
 from tandem.models.mtp import head_tensors
-from tandem.models.quantization import read_quantization
+from tandem.models.quantization import NGRAM_TABLE, read_quantization
 from tandem.system.files import file_trouble
 from tandem.system.metal import fault_of
 
@@ -30,6 +33,8 @@ Weights = dict[str, mx.array]
 
 _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 """Formats with byte scales, by bits and group size."""
+_NGRAMS = "ple.ple_embedding.ngram_embedding."
+"""Start of the names of an n-gram table's weights in a layer."""
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
 
 
@@ -128,28 +133,19 @@ def split_by_part(
     return parts
 
 
+@dataclass(kw_only=True)
 class PartLoader:
-    """Loads the weights of one part at a time into a module, cast and evaluated.
+    """Loads the weights of one part at a time into a module, cast and evaluated."""
 
-    `quantization` is MLX's settings or None. With `dequantize` packed weights are expanded. `dtype` is the type for
-    floating-point weights, except those for whose name `cast` returns False. `loaded` is called with the stored bytes of
-    each tensor.
-    """
-
-    def __init__(
-        self,
-        *,
-        quantization: JsonObject | None,
-        dequantize: bool,
-        dtype: mx.Dtype,
-        cast: Callable[[str], bool] | None = None,
-        loaded: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self._quantization = quantization
-        self._dequantize = dequantize
-        self._dtype = dtype
-        self._casts = cast
-        self._loaded = loaded
+    quantization: JsonObject | None
+    """MLX's settings, or None."""
+    dequantize: bool
+    """Whether packed weights are expanded."""
+    dtype: mx.Dtype
+    """Type for floating-point weights, except those for whose name `cast` returns False."""
+    cast: Callable[[str], bool] | None = None
+    loaded: Callable[[int], None] = lambda _: None
+    """Called with the stored bytes of each tensor."""
 
     def load(self, root: str, module: nn.Module, weights: Weights, cutter: Cutter | None = None) -> nn.Module:
         """Fill `module`, whose path in the model is `root`, and return it (or its quantised replacement).
@@ -159,10 +155,12 @@ class PartLoader:
         """
         holder = nn.Module()  # nn.quantize replaces children, so a leaf module needs a parent
         holder.part = module
-        packed = self._packed(root, holder, weights) if self._quantization else {}
-        if packed and not self._dequantize:
+        packed = self._packed(root, holder, weights) if self.quantization else {}
+        if packed and not self.dequantize:
             nn.quantize(holder, class_predicate=lambda path, _: packed.get(path, False))
-        names = self._expected(holder, packed)
+        expand = {path.removeprefix("part").lstrip("."): s for path, s in packed.items()} if self.dequantize else {}
+        names = {name.removeprefix("part.") for name, _ in tree_flatten(holder.parameters())}
+        names.update(_join(base, one) for base, settings in expand.items() for one in _companions(settings))
         if missing := sorted(names - weights.keys()):
             raise BrokenModel(f"weight {root}.{missing[0]} is missing ({len(missing)} of {len(names)})")
         if surplus := sorted(weights.keys() - names):
@@ -170,7 +168,7 @@ class PartLoader:
         if cutter is not None:
             _check_shapes(root, holder, weights)
             cutter.narrow(holder)
-        done = list(self._arrays(root, weights, packed, cutter))
+        done = list(self._arrays(root, weights, expand, cutter))
         try:
             holder.load_weights(done, strict=True)
         except ValueError as error:
@@ -180,7 +178,7 @@ class PartLoader:
 
     def _packed(self, root: str, holder: nn.Module, weights: Weights) -> dict[str, JsonObject]:
         """Return quantisation settings by path below `holder`, as mlx_lm.utils.load_model derives them."""
-        settings = self._quantization or {}
+        settings = self.quantization or {}
         prefixed = {f"part.{name}": array for name, array in weights.items()}
         found: dict[str, JsonObject] = {}
         for path, module in holder.named_modules():
@@ -199,18 +197,9 @@ class PartLoader:
                     found[path]["global_scale"] = True
         return found
 
-    def _expected(self, holder: nn.Module, packed: dict[str, JsonObject]) -> set[str]:
-        names = {name.removeprefix("part.") for name, _ in tree_flatten(holder.parameters())}
-        if self._dequantize:
-            for path, settings in packed.items():
-                base = path.removeprefix("part").lstrip(".")
-                names.update(_join(base, suffix) for suffix in _companions(settings))
-        return names
-
     def _arrays(
-        self, root: str, weights: Weights, packed: dict[str, JsonObject], cutter: Cutter | None
+        self, root: str, weights: Weights, expand: dict[str, JsonObject], cutter: Cutter | None
     ) -> Iterable[tuple[str, mx.array]]:
-        expand = {path.removeprefix("part").lstrip("."): s for path, s in packed.items()} if self._dequantize else {}
         while weights:
             name = next(iter(weights))
             base, _, last = name.rpartition(".")
@@ -228,13 +217,13 @@ class PartLoader:
                 _read(f"{root}.{name}", array)
                 array = self._cast(f"{root}.{name}", cutter.take(name, array) if cutter else array)
             mx.eval(array)
-            self._loaded(nbytes)
+            self.loaded(nbytes)
             yield f"part.{name}", array
 
     def _cast(self, name: str, array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating) or (self._casts is not None and not self._casts(name)):
+        if not mx.issubdtype(array.dtype, mx.floating) or (self.cast is not None and not self.cast(name)):
             return array
-        return array.astype(self._dtype)
+        return array.astype(self.dtype)
 
     def _expand_cut(self, name: str, group: Weights, settings: JsonObject, found: Slice | None) -> mx.array:
         """Expand a packed matrix, or the slice `found` of it: input columns by whole groups first, then cut exactly."""
@@ -260,6 +249,65 @@ class PartLoader:
             group.get("global_scale"),
         )
         return self._cast("weight", array)
+
+
+class MappedRows:
+    """Rows of an n-gram table, in place of an embedding's array: a lookup reads them from the model's files."""
+
+    def __init__(self, parts: list[np.ndarray], starts: Sequence[int], types: Sequence[mx.Dtype], scale: mx.array | None) -> None:
+        """Store the table's parts, as bytes [rows, bytes of a row], and the number of each part's first row.
+
+        `types`: of the numbers in the files, and of those returned. `scale`: factor of fp8, else None.
+        """
+        self._parts, self._starts, self._types, self._scale = parts, starts, types, scale
+
+    def __getitem__(self, indices: mx.array) -> mx.array:
+        """Return rows [n, width]. Waits for nothing: mlx-vlm's lookup makes `indices` of numbers that it has waited for."""
+        rows = np.array(indices)
+        places = np.searchsorted(self._starts, rows, side="right") - 1
+        found = np.empty((len(rows), self._parts[0].shape[1]), np.uint8)
+        for i in np.unique(places):
+            found[places == i] = self._parts[i][rows[places == i] - self._starts[i]]
+        read = mx.array(found)
+        read = read.view(self._types[0]) if self._scale is None else mx.from_fp8(read, dtype=mx.bfloat16) * self._scale
+        return read.astype(self._types[1])
+
+
+class TableLoader(PartLoader):
+    """Loads n-gram tables: checks names and shapes of their tensors, and leaves their rows in the model's files."""
+
+    def map_tables(self, files: ModelFiles, pipeline_model: Any, owned: Mapping[Any, Weights]) -> None:
+        """Map the tables of a `PipelineModel`'s own layers, and remove their tensors from `owned`. Raise `BrokenModel`."""
+        for i in [i for i in pipeline_model.own if "ple" in pipeline_model.layers[i]]:
+            table, size = pipeline_model.layers[i].ple.ple_embedding.ngram_embedding, len(_NGRAMS)
+            taken = {name[size:]: owned[i].pop(name) for name in [*owned[i]] if name.startswith(_NGRAMS)}
+            self.load(f"{pipeline_model.path}.{i}.{_NGRAMS[:-1]}", table, taken)
+            stored = dict(_stored_table(files, i))
+            try:
+                for name, array in table.shards[0].parameters().items():
+                    [(kind, width)] = {(shard[name].dtype, shard[name].shape[1]) for shard in table.shards}
+                    parts = [stored[f"{number}.{name}"][0] for number in range(len(table.shards))]
+                    scale = stored["weight_scale"][1] if parts[0].shape[1] < width * kind.size else None
+                    table.shards[0][name] = MappedRows(parts, table.shard_offsets, (kind, self._cast(name, array).dtype), scale)
+            except (KeyError, ValueError) as error:
+                raise BrokenModel(f"{files.path}: parts of layer {i}'s n-gram table do not fit together: {error}") from error
+            table.shards, table.shard_offsets = table.shards[:1], (0, table.shard_offsets[-1])
+
+    def _arrays(self, root: str, weights: Weights, *_: object) -> Iterable[tuple[str, mx.array]]:
+        return [(f"part.{name}", array) for name, array in weights.items()]
+
+
+def _stored_table(files: ModelFiles, layer: int) -> Iterable[tuple[str, tuple[np.ndarray, mx.array]]]:
+    """Yield the tensors of a layer's n-gram table by name: as bytes [rows, bytes of a row] by memory map, and as lazy arrays.
+
+    Raise `BrokenModel` for a file that is not as long as its header says.
+    """
+    for path in files.weights or weight_files(files.path):
+        header, arrays, data = read_header(path), load_file(path), np.memmap(path, mode="r")
+        data.base.madvise(mmap.MADV_RANDOM)  # type: ignore[union-attr]  # rows of a lookup are far apart
+        for name, info in header.items():
+            if (match := NGRAM_TABLE.match(name)) and int(match[1]) == layer:
+                yield match[2], (data[info.offset : info.offset + info.nbytes].reshape(*info.shape[:1], -1), arrays[name])
 
 
 def _read(name: str, *arrays: mx.array) -> None:

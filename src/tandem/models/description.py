@@ -26,7 +26,7 @@ from tandem.models.kv_types import kv_groups
 from tandem.models.mtp import head_tensors
 from tandem.models.partition import uncut
 from tandem.models.pictures import OFF, deepstack, mrope_section, why_no_pictures
-from tandem.models.quantization import loaded_bytes, read_quantization
+from tandem.models.quantization import NGRAM_TABLE, loaded_bytes, read_quantization
 from tandem.models.sources import has_mlx_vlm
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -119,6 +119,8 @@ class ModelDescription:
     """Stored bytes of the final norm and the head, without the embedding even if it is tied."""
     eos_token_ids: tuple[int, ...]
     """Ids of end-of-sequence tokens, from config.json and generation_config.json."""
+    mapped_bytes: int = 0
+    """Stored bytes of n-gram tables. Ranks read rows of them by memory map, so no memory is counted for them."""
     whole_bytes: tuple[int, ...] = ()
     """Bytes of each layer that tensor parallelism replicates: latent projections, routers, norms. Empty if unknown."""
     mlp_width: int = 0
@@ -254,6 +256,7 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
             quantization=quantization.settings,
             tied_head=tied,
             layer_bytes=layers,
+            mapped_bytes=sum(info.nbytes for name, info in tensors.items() if NGRAM_TABLE.match(name)),
             embed_bytes=embed,
             head_bytes=norm if tied else norm + head,
             eos_token_ids=eos_token_ids(files.path),

@@ -6,6 +6,7 @@ compressed-tensors, AWQ and GPTQ (stay packed). Every other format is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -25,6 +26,8 @@ _STREAMED = (2, 3, 4, 8)
 _GROUPS = (32, 64, 128)
 """Group sizes (columns) of MLX's affine format; larger groups are split."""
 _F8 = ("F8_E4M3", "U8")
+NGRAM_TABLE = re.compile(r"(?!mtp).*\.(\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._])?(\d+\.\w+|weight_scale)$")
+"""Stored tensors of n-gram tables, of which only rows are read: number of the layer, and name within its table."""
 Method = Literal["fp8", "packed", "packed-mxfp4", "awq", "gptq"]
 
 
@@ -177,10 +180,9 @@ def _refuse(name: str, what: str) -> NoReturn:
 
 def loaded_bytes(tensors: Mapping[str, TensorInfo], foreign: Foreign | None) -> dict[str, int]:
     """Return the bytes of each stored tensor after loading, before any cast. Expanded weights count expanded; tensors
-    needed only for the conversion count 0."""
-    if foreign is None:
-        return {name: info.nbytes for name, info in tensors.items()}
-    return {name: _loaded(name, info, tensors, foreign) for name, info in tensors.items()}
+    needed only for the conversion, and n-gram tables, count 0."""
+    found = {name: _loaded(name, info, tensors, foreign) if foreign else info.nbytes for name, info in tensors.items()}
+    return found | dict.fromkeys(filter(NGRAM_TABLE.match, found), 0)
 
 
 def _loaded(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], foreign: Foreign) -> int:

@@ -37,11 +37,10 @@ QWEN_DELTA = Sharding(
     axes=axes.delta,
     counts={**DELTA_COUNTS, "linear_attn.conv_dim": DELTA_QKV, "linear_attn.conv1d.groups": DELTA_QKV},
 )
-_TABLES = (f"ple.ple_embedding.ngram_embedding.shards.*.{name}" for name in ("weight", "scales", "biases"))
 _MIXES = ("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight")
 _PLE = (f"ple.{name}" for name in ("ple_embedding", "key_proj", "value_proj", "conv1d"))
 _STREAMS = (f"{of}_hyper_connection.{name}" for of in ("attn", "mlp") for name in _MIXES)
-QWEN4 = replace(QWEN_DELTA, whole=QWEN_DELTA.whole.union(_TABLES, _PLE, _STREAMS, ("self_attn.indexer.index_qk_proj",)))
+QWEN4 = replace(QWEN_DELTA, whole=QWEN_DELTA.whole.union(_PLE, _STREAMS, ("self_attn.indexer.index_qk_proj",)))
 OLMO_HYBRID = Sharding(
     cuts={
         **rules.NORMED,

@@ -345,7 +345,7 @@ TINY: dict[str, JsonObject] = {
     "qwen4_exp": {
         "text_config": _NEXT | {
             "model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "full_attention"], "hc_count": 2,
-            "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3, "heads_per_ngram": 2,
+            "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 128, "ngram_size": 3, "heads_per_ngram": 2,
             "ngram_vocab_size_base": 500, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4,
             "indexer_n_heads": 2, "indexer_head_dim": 32, "indexer_budget": 16, "indexer_compress_ratio": 4,
             "eos_token_id": 2, "rope_parameters": {
