@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from netns import Machines
+from served import holds
 
 READY = re.compile(r"Tandem is ready: (\S+)")
 START_S = 240.0
@@ -23,9 +24,8 @@ START_S = 240.0
 def eventually(condition: Callable[[], object], seconds: float = 240, what: object = "") -> float:
     """Wait until `condition` holds; how long that took."""
     began = time.monotonic()
-    while not condition():
+    while not holds(condition):
         assert time.monotonic() - began < seconds, f"not within {seconds} s: {what() if callable(what) else what}"
-        time.sleep(0.05)
     return time.monotonic() - began
 
 

@@ -202,9 +202,17 @@ def served(*arguments: str | Path) -> Iterator[str]:
 def wait_until(condition: Callable[[], Any], what: str = "", seconds: float = PATIENCE_S) -> None:
     """Until `condition` holds."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not holds(condition):
         assert time.monotonic() < deadline, f"timed out: {what}"
-        time.sleep(0.05)
+
+
+def holds(condition: Callable[[], Any]) -> bool:
+    """Ask; where it does not hold, leave the processors alone for three times as long as that took."""
+    asked = time.monotonic()
+    if condition():
+        return True
+    time.sleep(min(max(0.02, 3 * (time.monotonic() - asked)), 0.5))
+    return False
 
 
 def assert_idle(family: Sequence[psutil.Process]) -> None:

@@ -24,7 +24,7 @@ LAYOUTS = {
     "speculation": NGRAM,
     "pp2 speculation": {"pipeline_parallel_size": 2, **NGRAM},
 }
-NEW, ANSWERS = 60, 36
+NEW, ANSWERS = 60, 24
 FEW = {11: 40.0, 12: 40.0, 13: 38.0}
 """Texts of few different tokens, so that drafts from n-grams are right now and then."""
 BEGUN = ThinkingTokens((500,), (501,), begun=True)
@@ -88,14 +88,9 @@ def expected(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "inline",
-        "speculation",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in ("inline", "speculation")),
-    ],
+    "layout", ["inline", "speculation", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2,1", "pp2 speculation"))]
 )
-def test_a_batch_in_every_layout_gives_the_tokens_of_each_alone(
+def test_a_batch_in_a_layout_gives_the_tokens_of_each_alone(
     model: Path, expected: list[list[int]], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.speculation.proposers.StepCosts.ratio", lambda self, rows, width: 1.0)
@@ -113,9 +108,9 @@ def test_a_rank_that_dies_changes_nothing(model: Path, expected: list[list[int]]
     def midway(message: object) -> bool:
         nonlocal told
         told += 1
-        return told > 150
+        return told > 100
 
-    with LLM(str(model), **LAYOUTS[layout]) as llm:
+    with LLM(str(model), prefill_chunk=16, **LAYOUTS[layout]) as llm:
         assert answered(llm, Killer(llm, midway)) == expected
         assert llm.engine.restarts == 1
 

@@ -15,11 +15,9 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "m
 LAYOUTS = {
     "inline": {},
     "one rank": {"executor": "cluster"},
-    "pp2 tcp": {"pipeline_parallel_size": 2, "channel": "tcp"},
     "pp2 mlx": {"pipeline_parallel_size": 2, "channel": "mlx"},
     "pp3 tcp": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1), "channel": "tcp"},
     "pp3 mlx": {"pipeline_parallel_size": 3, "channel": "mlx", "micro_batches": 2},
-    "tp2 uneven": {"tensor_parallel_size": 2},
     "tp3": {"tensor_parallel_size": 3},
     "tp2 pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp2,1": {"parallel": (2, 1)},

@@ -24,7 +24,7 @@ from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 
-COUNT, MANY, FEW_LIVE, PHASE = 90, 12, 3, 30
+COUNT, MANY, FEW_LIVE, PHASE = 60, 12, 3, 20
 """Many at once fill the KV cache, few leave room for prefixes: by turns of so many requests."""
 KILLS = (signal.SIGKILL, signal.SIGTERM)
 KINDS = ("gemma3_text", "deepseek_v3", "qwen3_next", "nemotron_h", "llama4")

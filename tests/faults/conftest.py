@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import served as served_by
-from served import PATIENCE_S, Call, address, assert_gone, end, start
+from served import PATIENCE_S, Call, address, assert_gone, end, holds, start
 from tandem.testing import tiny_model
 
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120", "--max-restarts", "100")
@@ -128,10 +128,9 @@ class Server(served_by.Server):
     def wait(self, condition: Callable[[], bool], what: str = "", seconds: float = PATIENCE_S) -> float:
         """Until `condition` holds; returns the seconds that it took."""
         started = time.monotonic()
-        while not condition():
+        while not holds(condition):
             assert time.monotonic() < started + seconds, f"timed out: {what}\n{self.tail()}"
             assert self.process.poll() is None, f"the server ended\n{self.tail()}"
-            time.sleep(0.02)
         return time.monotonic() - started
 
 

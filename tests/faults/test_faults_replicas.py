@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("served", ["dp"], indirect=True)]
 
-FAULTS = pytest.mark.parametrize(("replica", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+KILLED, STOPPED = (0, signal.SIGKILL), (1, signal.SIGSTOP)
 
 
 def both(served: Any) -> None:
@@ -24,25 +24,23 @@ def hurt(served: Any, replica: int, fault: signal.Signals) -> psutil.Process:
     return engine
 
 
-@FAULTS
-def test_while_idle(served: Any, replica: int, fault: signal.Signals) -> None:
+def test_while_idle(served: Any) -> None:
     both(served)
-    engine = hurt(served, replica, fault)
+    engine = hurt(served, *STOPPED)
     served.wait(lambda: not engine.is_running(), "it is noticed without any request")
     served.check(served.load())
 
 
-@FAULTS
-def test_during_prefill(served: Any, replica: int, fault: signal.Signals) -> None:
+def test_during_prefill(served: Any) -> None:
     both(served)
     calls = served.load()
     served.wait(lambda: served.get("/v1/status")["num_running"] > 0 or not calls[-1].running, "it runs")
-    engine = hurt(served, replica, fault)
+    engine = hurt(served, *KILLED)
     served.check(calls)
     served.wait(lambda: not engine.is_running(), "it is replaced")
 
 
-@FAULTS
+@pytest.mark.parametrize(("replica", "fault"), [KILLED, STOPPED])
 def test_during_decode(served: Any, replica: int, fault: signal.Signals) -> None:
     both(served)
     calls = served.load()

@@ -61,16 +61,20 @@ def through(parts, caches, tokens):
     return h
 
 
-def assert_equal_runs(path, parts, dequantize=False):
-    theirs, caches = reference(path, parts[0].dtype, dequantize), [part.make_caches() for part in parts]
+def assert_equal_runs(path, *layouts, dequantize=False):
+    """The same logits from each of `layouts`, parts of the model at `path`, as from the model."""
+    theirs = reference(path, layouts[0][0].dtype, dequantize)
+    caches = [[part.make_caches() for part in parts] for parts in layouts]
     steps = [PROMPT[: CHUNKS[0]], PROMPT[CHUNKS[0] :]]
     assert [len(s) for s in steps] == CHUNKS
     for i in range(len(CHUNKS) + DECODE):
-        got, want = parts[-1].head(through(parts, caches, [steps[i]])), theirs(mx.array([steps[i]], mx.int32))
-        assert got.dtype == want.dtype
+        want = theirs(mx.array([steps[i]], mx.int32))
         assert mx.all(mx.isfinite(want)).item()
-        assert mx.array_equal(got, want).item(), f"step {i}: {mx.max(mx.abs(got - want)).item()}"
-        steps.append([mx.argmax(got[0, -1]).item()])
+        for parts, own in zip(layouts, caches, strict=True):
+            got = parts[-1].head(through(parts, own, [steps[i]]))
+            assert got.dtype == want.dtype
+            assert mx.array_equal(got, want).item(), f"{len(parts)} stages, step {i}: {mx.max(mx.abs(got - want)).item()}"
+        steps.append([mx.argmax(want[0, -1]).item()])
 
 
 def assert_rows_run_together(parts):
@@ -90,9 +94,10 @@ def assert_rows_run_together(parts):
 def test_plain_weights(family, tmp_path):
     path = tiny_model(tmp_path, family)
     description = describe(resolve(str(path)))
-    for stages in range(1, min(description.num_layers - len(description.uncut), 3) + 1):
-        parts = load_parts(path, stages)
-        assert_equal_runs(path, parts)
+    most = min(description.num_layers - len(description.uncut), 3)
+    layouts = [load_parts(path, stages) for stages in sorted({1, most})]  # packed weights have two
+    assert_equal_runs(path, *layouts)
+    for parts in layouts:
         assert_rows_run_together(parts)
 
 

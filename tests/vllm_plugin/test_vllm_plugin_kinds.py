@@ -4,7 +4,6 @@ mlx-lm's own tokens."""
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_helpers import KINDS, PROMPTS, server
+
+from tandem.launchers.process_groups import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -58,9 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 @pytest.mark.parametrize("family", KINDS)
 def test_completions_are_those_of_mlx_lm(family: str, models: tuple[Path, dict[str, list[list[int]]]], tmp_path: Path) -> None:
     path, wanted = models
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     with server(
         tmp_path / "log",
         port,

@@ -127,7 +127,7 @@ def test_variables_of_vllm_metal_are_known(tiny: Path, monkeypatch: pytest.Monke
 
 def test_the_sentence_is_the_last_of_the_log(tiny: Path) -> None:
     done = subprocess.run(
-        [str(VLLM), "serve", str(tiny), "--enable-lora"], capture_output=True, text=True, timeout=400, check=False
+        [str(VLLM), "serve", str(tiny), "--enable-lora", "--port", "0"], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ pytest.importorskip("vllm")
 
 from vllm_helpers import VLLM, Server, descendants, expected_tokens, gone, server
 
+from tandem.launchers.process_groups import free_ports
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.demo]
 
 SENTENCE = "The capital of France is"
@@ -24,9 +25,7 @@ SENTENCE = "The capital of France is"
 @pytest.fixture(scope="module")
 def served(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     with server(
         log,
         port,
