@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -22,11 +22,11 @@ from tandem.loading.weights import MLX_ERRORS
 from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
+from tandem.protocol.step import PrefillOp, SpecDecodePlan, SpecDecodeRow, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
-from tandem.runner.kv_store import may_idle
+from tandem.runner.kv_store import KVStore, may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.picture_inputs import PictureInputs
@@ -96,6 +96,25 @@ class PendingStep:
         return (chained(self.received), chained(self.made)) if self.received or self.made else None
 
 
+class _Prepared(NamedTuple):
+    """Forward pass of a step with drafts, built before its plan arrives."""
+
+    ends: dict[str, tuple[int, int]]
+    """Position and id of the first token of each row, in row order."""
+    drafted: Drafted
+    hidden: mx.array
+
+    def fits(self, rows: dict[str, SpecDecodeRow], order: list[str]) -> bool:
+        """Return True if the plan's `rows` decode exactly these tokens."""
+        if list(self.ends) != order:
+            return False
+        drafts: Any = self.drafted.tokens.tolist()
+        fed = {
+            one: [self.ends[one][1], *tokens] for one, tokens in zip(self.drafted.ids, drafts, strict=True) if one in self.ends
+        }
+        return all(rows[one].tokens == fed[one] and rows[one].length == self.ends[one][0] for one in order)
+
+
 class Runner:
     """Executor of plans on one stage, with the KV of its micro-batches. Not thread-safe: one thread owns all MLX work of a
     process."""
@@ -150,6 +169,9 @@ class Runner:
         self.drafter = drafter
         """Draft model or head, on the sampling rank; None without one."""
         self._head = head and stage.is_last
+        self._prepares = drafter is not None and link is None and group is None and micro_batches == 1
+        self._prepared: _Prepared | None = None
+        """Forward pass built for the next plan; None without one."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -184,6 +206,7 @@ class Runner:
                 self._inbox.drain(plan.step_id)
         if plan.decode:
             self._decode(plan, micro_batch, pending)
+        self._prepared = None
         saves = {op.request_id: op for op in plan.saves}
         for ops in self._passes(plan, micro_batch):
             self._prefill(micro_batch, ops, pending)
@@ -209,6 +232,30 @@ class Runner:
         pending.prefix_bytes = self._prefixes.nbytes + (self.drafter.prefix_bytes if self.drafter else 0)
         return pending
 
+    def prepare(self, step: PendingStep) -> None:
+        """Start the forward pass that verifies the drafts of `step`, the last one, as the next plan most likely requests it.
+
+        The device then computes while the engine makes that plan. If it is another one, the positions count as rejected drafts.
+        Done on a single rank alone, since the others do not have the tokens.
+        """
+        drafted, drafter, store = step.drafted, self.drafter, self._micro_batches[0].store
+        if drafted is None or drafter is None or not self._prepares or not isinstance(store, KVStore):
+            return
+        order, width = store.rows, 1 + drafted.tokens.shape[1]
+        if not order or not set(order) <= set(drafted.ids):
+            return
+        ends = {one: drafter.end(one) for one in order}
+        for one, (length, _) in ends.items():
+            store.cut(one, length)
+        if not store.has_room(width):
+            return
+        drafts = drafted.tokens[mx.array([drafted.ids.index(one) for one in order], dtype=mx.int32)]
+        tokens = mx.concatenate([mx.array([[last] for _, last in ends.values()], dtype=mx.int32), drafts], axis=1)
+        self._choose_rows(self._micro_batches[0], order)
+        hidden = self._forward(step, (len(order), width), tokens, store.batch([width] * len(order), grows=False))
+        dispatch(hidden)
+        self._prepared = _Prepared(ends, drafted, hidden)
+
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
         index = order.adapter.index
@@ -223,6 +270,7 @@ class Runner:
 
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
+        self._prepared = None  # its recurrent states are taken back
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
@@ -265,11 +313,15 @@ class Runner:
         order, width = micro_batch.store.rows, plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens if one else [0] for one in order]
-        tokens = None
-        if self.stage.is_first:
-            tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        counts, tokens = [len(row) for row in fed], None
         self._choose_rows(micro_batch, order)
-        hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
+        if self._prepared is not None and isinstance(micro_batch.store, KVStore) and self._prepared.fits(rows, order):
+            hidden = self._prepared.hidden
+            micro_batch.store.grow(counts)
+        else:
+            if self.stage.is_first:
+                tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+            hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch(counts))
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)

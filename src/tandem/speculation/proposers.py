@@ -53,6 +53,8 @@ class SpeculationLimits:
     """Maximum n-gram length compared."""
     model: bool = False
     """True to draft with a draft model on the sampling rank instead of the n-gram index."""
+    forced: bool = False
+    """True to try as many drafts as allowed in each step, though they be wrong, as a warm-up does."""
 
 
 @dataclass
@@ -340,6 +342,8 @@ class Speculation:
         """Return up to `most` drafts worth trying for each of `sequences`, which decode together; None for no drafts."""
         if self._limits is None:
             return None
+        if self._limits.forced:
+            return [[0] * min(most, one.room) for one in sequences]
         rows = [(one.drafts(most), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         if not any(drafts for drafts, _ in rows):
             return None
@@ -350,6 +354,8 @@ class Speculation:
         """Return the number of tokens, up to `most`, to request from the draft model for these sequences' next step."""
         if self._limits is None or not self._limits.model:
             return 0
+        if self._limits.forced:
+            return max((min(most, one.room) for one in sequences), default=0)
         trials = [one.proposer is not None and one.proposer.trial for one in sequences]
         rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         best = best_drafts(rows, self._costs) if any(drafts for drafts, _ in rows) else None
