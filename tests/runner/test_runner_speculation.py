@@ -43,9 +43,9 @@ FAMILIES = {
     "gemma3n": {"sliding_window": 8},
 }
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2),
-    "drawn": SamplingParams(max_tokens=NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
-    "penalised": SamplingParams(max_tokens=NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=4 * NEW, temperature=0.0, ignore_eos=True, logprobs=2),
+    "drawn": SamplingParams(max_tokens=4 * NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
+    "penalised": SamplingParams(max_tokens=4 * NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
 }
 
 

@@ -138,7 +138,7 @@ class KVStore(Rows):
         ]
         for layer in self._layers[EVERY - 1 :: EVERY]:
             if isinstance(layer, KVBufferLayer):
-                layer.dispatches = True
+                layer.dispatches = mx.default_device().type != mx.DeviceType.cpu
         self._shape = KVShape()
         self._allotted: KVShape | None = None
 

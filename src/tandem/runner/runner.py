@@ -244,10 +244,11 @@ class Runner:
         order, width = store.rows, 1 + drafted.tokens.shape[1]
         if not order or not set(order) <= set(drafted.ids):
             return
-        ends = {one: drafter.end(one) for one in order}
+        ends, inserts = {one: drafter.end(one) for one in order}, [self._micro_batches[0].held[one].insert for one in order]
         for one, (length, _) in ends.items():
             store.cut(one, length)
-        if not store.has_room(width):
+        room = min(one.prompt_len + one.params.max_tokens - ends[one.request_id][0] for one in inserts)
+        if width >= room or not store.has_room(width):
             return
         drafts = drafted.tokens[mx.array([drafted.ids.index(one) for one in order], dtype=mx.int32)]
         tokens = mx.concatenate([mx.array([[last] for _, last in ends.values()], dtype=mx.int32), drafts], axis=1)
