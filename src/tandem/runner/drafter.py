@@ -240,10 +240,10 @@ class Drafter:
                 self._set_apart(request_id, store)
         return self._guess(store, count) if ready else None
 
-    def end(self, request_id: str) -> tuple[int, int]:
-        """Return the position of a sequence's last token, and that token."""
-        tokens = self._known[request_id].tokens
-        return len(tokens) - 1, tokens[-1]
+    def ends(self, ids: Iterable[str]) -> list[SpecDecodeRow]:
+        """Return the rows from which these sequences decode next, without drafts."""
+        known = [(one, self._known[one].tokens) for one in ids]
+        return [SpecDecodeRow(one, len(tokens) - 1, tokens[-1:]) for one, tokens in known]
 
     # ---- inside
 

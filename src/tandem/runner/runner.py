@@ -99,20 +99,17 @@ class PendingStep:
 class _Prepared(NamedTuple):
     """Forward pass of a step with drafts, built before its plan arrives."""
 
-    ends: dict[str, tuple[int, int]]
-    """Position and id of the first token of each row, in row order."""
-    drafted: Drafted
+    store: KVStore
+    ends: list[SpecDecodeRow]
+    """Rows without their drafts."""
+    drafts: mx.array
+    """int32 [rows, drafts]."""
     hidden: mx.array
 
-    def fits(self, rows: dict[str, SpecDecodeRow], order: list[str]) -> bool:
-        """Return True if the plan's `rows` decode exactly these tokens."""
-        if list(self.ends) != order:
-            return False
-        drafts: Any = self.drafted.tokens.tolist()
-        fed = {
-            one: [self.ends[one][1], *tokens] for one, tokens in zip(self.drafted.ids, drafts, strict=True) if one in self.ends
-        }
-        return all(rows[one].tokens == fed[one] and rows[one].length == self.ends[one][0] for one in order)
+    def rows(self) -> list[SpecDecodeRow]:
+        """Return the rows that it decodes."""
+        drafts: Any = self.drafts.tolist()
+        return [SpecDecodeRow(row.request_id, row.length, row.tokens + own) for row, own in zip(self.ends, drafts, strict=True)]
 
 
 class Runner:
@@ -169,7 +166,6 @@ class Runner:
         self.drafter = drafter
         """Draft model or head, on the sampling rank; None without one."""
         self._head = head and stage.is_last
-        self._prepares = drafter is not None and link is None and group is None and micro_batches == 1
         self._prepared: _Prepared | None = None
         """Forward pass built for the next plan; None without one."""
         self._last = LastTokens()
@@ -238,24 +234,22 @@ class Runner:
         The device then computes while the engine makes that plan. If it is another one, the positions count as rejected drafts.
         Done on a single rank alone, since the others do not have the tokens.
         """
-        drafted, drafter, store = step.drafted, self.drafter, self._micro_batches[0].store
-        if drafted is None or drafter is None or not self._prepares or not isinstance(store, KVStore):
+        drafted, drafter, micro_batch = step.drafted, self.drafter, self._micro_batches[0]
+        store, several = micro_batch.store, self._link or self._group or len(self._micro_batches) > 1
+        if drafted is None or drafter is None or several or not isinstance(store, KVStore) or store.rows != drafted.ids:
             return
-        order, width = store.rows, 1 + drafted.tokens.shape[1]
-        if not order or not set(order) <= set(drafted.ids):
-            return
-        ends, inserts = {one: drafter.end(one) for one in order}, [self._micro_batches[0].held[one].insert for one in order]
-        for one, (length, _) in ends.items():
-            store.cut(one, length)
-        room = min(one.prompt_len + one.params.max_tokens - ends[one.request_id][0] for one in inserts)
+        ends, width = drafter.ends(drafted.ids), 1 + drafted.tokens.shape[1]
+        inserts = [micro_batch.held[one].insert for one in drafted.ids]
+        for row in ends:
+            store.cut(row.request_id, row.length)
+        room = min(one.prompt_len + one.params.max_tokens - row.length for one, row in zip(inserts, ends, strict=True))
         if width >= room or not store.has_room(width):
             return
-        drafts = drafted.tokens[mx.array([drafted.ids.index(one) for one in order], dtype=mx.int32)]
-        tokens = mx.concatenate([mx.array([[last] for _, last in ends.values()], dtype=mx.int32), drafts], axis=1)
-        self._choose_rows(self._micro_batches[0], order)
-        hidden = self._forward(step, (len(order), width), tokens, store.batch([width] * len(order), grows=False))
+        tokens = mx.concatenate([mx.array([row.tokens for row in ends], dtype=mx.int32), drafted.tokens], axis=1)
+        self._choose_rows(micro_batch, drafted.ids)
+        hidden = self._forward(step, (len(ends), width), tokens, store.batch([width] * len(ends), grows=False))
         dispatch(hidden)
-        self._prepared = _Prepared(ends, drafted, hidden)
+        self._prepared = _Prepared(store, ends, drafted.tokens, hidden)
 
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
@@ -316,9 +310,9 @@ class Runner:
         fed = [rows[one].tokens if one else [0] for one in order]
         counts, tokens = [len(row) for row in fed], None
         self._choose_rows(micro_batch, order)
-        if self._prepared is not None and isinstance(micro_batch.store, KVStore) and self._prepared.fits(rows, order):
+        if self._prepared is not None and self._prepared.rows() == [rows.get(one) for one in order]:
             hidden = self._prepared.hidden
-            micro_batch.store.grow(counts)
+            self._prepared.store.grow(counts)
         else:
             if self.stage.is_first:
                 tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
