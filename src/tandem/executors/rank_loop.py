@@ -97,8 +97,7 @@ class RankLoop:
                         self._mailbox.put(PictureEncoded(self._rank, plan.key, error))
                 else:
                     self._begun = plan.step_id
-                    step = runner.execute(plan)
-                    self._steps.put(step)
+                    self._steps.put(step := runner.execute(plan))
                     runner.prepare(step)
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
             self._mailbox.put(error)

@@ -227,15 +227,6 @@ class KVBufferLayer:
         parts = [part[row : row + 1, :, positions] for part in self._parts]
         return parts if self._groups is None else [one.expanded() for one in _pair(parts, self._groups)]
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise AssertionError unless the buffer holds rows for `lengths`, with sufficient capacity."""
-        if self._rows != len(lengths):
-            raise AssertionError(f"KV buffer holds {self._rows} rows, not {len(lengths)}")
-        if lengths and not self._capacity.holds(self._rows, max(lengths)):
-            raise AssertionError(f"KV buffer of {self._capacity} is too small for lengths {lengths}")
-        if not lengths and self._parts:
-            raise AssertionError("an empty KV buffer holds memory")
-
     # ---- inside
 
     def _now(self) -> RowStep:

@@ -106,13 +106,6 @@ class Rows:
             del self._ids[live:], self._lengths[live:]
         return len(self._ids), moves
 
-    def check(self) -> None:
-        """Raise AssertionError unless the tables agree (for tests)."""
-        if {request_id: row for row, request_id in enumerate(self._ids) if request_id} != self._rows:
-            raise AssertionError(f"rows {self._rows} do not match ids {self._ids}")
-        if [length > 0 for length in self._lengths] != [bool(one) for one in self._ids]:
-            raise AssertionError(f"lengths {self._lengths} do not match ids {self._ids}")
-
 
 class KVStore(Rows):
     """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: used by the thread that
@@ -255,12 +248,6 @@ class KVStore(Rows):
         last = {layer.kind: layer for layer in self._layers if isinstance(layer, KVBufferLayer)}
         return {kind: layer.read(self._rows[request_id], length) for kind, layer in last.items()}
 
-    def check(self) -> None:
-        """Raise AssertionError unless the store's invariants hold (for tests)."""
-        super().check()
-        for layer in self._layers:
-            layer.check(self._lengths)
-
 
 def may_idle(cache: Cache) -> bool:
     """Return True if a batch of caches of this class may have rows that are computed for nothing, at any length."""
@@ -369,10 +356,10 @@ def _layer_store(cache: Any, drafts: int, attention: Attention | None, steps: in
     if not batchable(cache):
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")
     if drafts and type(cache) is ArraysCache:
-        return StateLayer(type(cache).__name__, steps)
+        return StateLayer(steps)
     if drafts:
         raise UnsupportedModel(
             f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
             "accepted: serve this model without speculative decoding"
         )
-    return MergedLayer(type(cache).__name__)
+    return MergedLayer()
