@@ -14,7 +14,25 @@ from plain_copy import save
 from tandem.testing import write_tokenizer
 
 BASE = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "tie_word_embeddings": False, "max_position_embeddings": 32768}
+_HYBRID = {
+    **{"model_type": "qwen3_next", "num_experts": 0, "num_experts_per_tok": 1, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    **{"moe_intermediate_size": 0, "shared_expert_intermediate_size": 0, "partial_rotary_factor": 0.25},
+    **{"linear_conv_kernel_dim": 4, "full_attention_interval": 4, "tie_word_embeddings": True},
+}
+"""Three layers of four with recurrent states, no experts."""
 SHAPES: dict[str, dict[str, Any]] = {
+    "hybrid-1b": {
+        **_HYBRID,
+        **{"hidden_size": 1536, "num_hidden_layers": 24, "intermediate_size": 4608, "vocab_size": 151936},
+        **{"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 256},
+        **{"linear_num_value_heads": 16, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    },
+    "hybrid-tiny": {
+        **_HYBRID,
+        **{"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 256, "vocab_size": 1024},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    },
     "qwen3-8b": {
         "model_type": "qwen3",
         "hidden_size": 4096,

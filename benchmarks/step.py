@@ -4,6 +4,9 @@ All sides have the same weights in the same process and are played in turns. Eac
 and builds a step while the one before computes, as a rank does. `build` is our own Python or mlx-lm's, `dispatch` is
 time inside mx.async_eval (on a GPU that builds and launches kernels, and waits when the device is far behind), `step`
 is the whole from one token to the next; all in milliseconds. `operations` are the nodes of the graph of one step.
+
+With `--drafts 3` steps that verify three drafts (and keep the states of four positions) are compared with steps of one
+token; each waits for the one before. `random_model.py hybrid-1b DIR` makes a model for it (goal: at most 1.4).
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import harness
 SIDES = {"mlx-lm": "", "separate": "off", "fused": "all", "fused in attention": "self_attn", "fused in mlp": "mlp"}
 """What of each layer has its projections fused."""
 WARM_UP = 8
+GOAL = 1.4
+"""Most that a step with drafts may take, in steps without."""
 
 
 class Times(NamedTuple):
@@ -78,7 +83,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of each row in steps that are compared with those without")
     args = parser.parse_args()
+    args.sides = ["separate"] if args.drafts else args.sides
     from tandem.comm.blas import limit_threads, preload_blas
 
     limit_threads(preload_blas("auto"), args.threads)
@@ -89,7 +96,9 @@ def main() -> None:
         loaded = {side: _load(side, args) for side in args.sides}
         rows = [row for count in args.rows for row in _compare(loaded, count, args)]
         harness.table(["rows", "side", "step", "build", "dispatch", "operations", "step / first"], rows)
-    harness.write_json(args.json, args, {"rows": rows})
+    ratios = {f"{rows} rows, {side} / one token, median": ratio for rows, side, *_, ratio in rows if args.drafts and ratio != 1}
+    verdicts = [harness.verdict(name, float(str(ratio)), GOAL, at_most=True) for name, ratio in ratios.items()]
+    harness.write_json(args.json, args, {"rows": rows, "verdicts": verdicts})
 
 
 def _load(side: str, args: argparse.Namespace) -> Any:
@@ -126,10 +135,15 @@ def _compare(loaded: dict[str, Any], count: int, args: argparse.Namespace) -> li
             name: (_bare(one, count, args.context) if name == "mlx-lm" else _ours(one, count, args))
             for name, one in loaded.items()
         }
+        if wide := args.drafts and args.drafts + 1:
+            kinds = {"one token": (1, 1), f"{wide} tokens, all kept": (wide, wide), f"{wide} tokens, one kept": (wide, 1)}
+            sides = {name: _ours(loaded["separate"], count, args, *kind) for name, kind in kinds.items()}
         for step in sides.values():
-            _round(step, WARM_UP, watch)
+            _round(step, WARM_UP, watch, ahead=not wide)
         operations = {name: _operations(step, watch) for name, step in sides.items()}
-        played = [{name: _round(step, args.steps, watch) for name, step in sides.items()} for _ in range(args.rounds)]
+        played = [
+            {name: _round(step, args.steps, watch, ahead=not wide) for name, step in sides.items()} for _ in range(args.rounds)
+        ]
     found = []
     for name in sides:
         middle = [statistics.median(one[name][i] for one in played) for i in range(3)]
@@ -149,14 +163,18 @@ def _operations(step: Step, watch: Watch) -> int:
     return watch.operations
 
 
-def _round(step: Step, steps: int, watch: Watch) -> Times:
+def _round(step: Step, steps: int, watch: Watch, *, ahead: bool) -> Times:
+    """Play `steps` steps; with `ahead` each is built before the end of the one before."""
     wait, built, watch.seconds = step(), 0.0, 0.0
     started, before = time.perf_counter(), watch.seconds
     for _ in range(steps):
+        if not ahead:
+            wait()
         began = time.perf_counter()
         following = step()
         built += time.perf_counter() - began
-        wait()
+        if ahead:
+            wait()
         wait = following
     whole, dispatched = time.perf_counter() - started, watch.seconds - before
     wait()
@@ -181,14 +199,15 @@ def _bare(model: Any, count: int, context: int) -> Step:
     return step
 
 
-def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
-    """A rank's runner, which is given plans as an engine makes them."""
+def _ours(stage: Any, count: int, args: argparse.Namespace, width: int = 1, kept: int = 1) -> Step:
+    """A rank's runner, which is given plans as an engine makes them: steps of `width` tokens a row, of which `kept` count."""
     from tandem.protocol.request import SamplingParams
-    from tandem.protocol.step import InsertOp, PrefillOp, StepPlan, batch_fingerprint
+    from tandem.protocol.step import InsertOp, PrefillOp, SpecDecodePlan, SpecDecodeRow, StepPlan, batch_fingerprint
     from tandem.runner.ragged_attention import chosen_attention
     from tandem.runner.runner import Runner
 
-    runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(), attention=chosen_attention())
+    options = {"vocab_size": stage.vocab_size, "eos_token_ids": (), "attention": chosen_attention(), "drafts": args.drafts}
+    runner = Runner(stage, micro_batches=1, **options)
     lengths: dict[str, int] = {}
     number = 0
 
@@ -212,9 +231,10 @@ def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
         lengths[one] = length
 
     def step() -> Callable[[], object]:
-        pending = execute(decode=list(lengths))
+        rows = [SpecDecodeRow(one, length, [1] * width) for one, length in lengths.items()] if args.drafts else []
+        pending = execute(decode=list(lengths), spec_decode_plan=SpecDecodePlan(rows) if rows else None)
         for one in lengths:
-            lengths[one] += 1
+            lengths[one] += kept
         return pending.finish
 
     return step

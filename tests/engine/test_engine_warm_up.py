@@ -70,18 +70,27 @@ def test_every_number_of_rows_a_chunk_and_all_samplers_are_met_before_ready(
 ) -> None:
     executor = Recording()
     with caplog.at_level(logging.INFO):
-        engine = _started(model, executor, warm_up_seconds=60, max_batch_size=12, prefill_chunk=16)
+        engine = _started(
+            model,
+            executor,
+            warm_up_seconds=60,
+            max_batch_size=12,
+            prefill_chunk=16,
+            speculative_method="ngram",
+            num_speculative_tokens=5,
+        )
     assert engine.state == "ready" and engine.idle
     assert engine.scheduler.next_step == executor.plans[-1].step_id + 1
     assert {len(plan.decode) for plan in executor.plans} >= {1, 2, 4, 8, 12}
     assert {op.count for plan in executor.plans for op in plan.prefill} >= {16, 2}
+    assert {plan.width for plan in executor.plans} == {1, 2, 3, 4, 5, 6}
     params = [insert.params for plan in executor.plans for insert in plan.inserts]
     for unlike in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs"):
         assert len({getattr(one, unlike) for one in params}) > 1
     inserted = [insert.request_id for plan in executor.plans for insert in plan.inserts]
     assert sorted(inserted) == sorted(request_id for plan in executor.plans for request_id in plan.removes)
     [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Warm-up: ")]
-    assert "a prompt of 18 tokens, 1 rows, 2 rows" in line and "12 rows, grammars" in line
+    assert "a prompt of 18 tokens, 1 rows, 2 rows" in line and "12 rows, steps with drafts, grammars" in line
 
 
 def test_a_cpu_has_no_warm_up_unless_asked_and_a_gpu_has(model: Path) -> None:

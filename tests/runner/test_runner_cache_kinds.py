@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from kv_invariants import check_store
 from stages import tiny_stage
 from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.kv.store import Layers, unsupported
@@ -171,7 +172,7 @@ def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel, monkeypatc
             want = np.stack([alone[one].feed([token]) for one, token in zip(store.ids, tokens, strict=True)])
             np.testing.assert_allclose(np.array(got), want, rtol=1e-3, atol=2e-4)
             assert [store.length(one) for one in store.ids] == [alone[one].length for one in store.ids]
-            store.check()
+            check_store(store)
 
 
 def test_a_cached_prefix_is_taken_up_again_and_again(stage: StageModel) -> None:

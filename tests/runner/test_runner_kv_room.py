@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from kv_invariants import check_store
 from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import BatchDesync
 from tandem.kv.budget import kv_shape
@@ -79,7 +80,7 @@ class Rank:
         assert all(shape.rows <= self.scheduler.limits.rows for shape in plan.kv_shapes)
         self.most = max(self.most, held)
         for micro_batch in micro_batches:
-            micro_batch.store.check()
+            check_store(micro_batch.store)
 
 
 def made(micro_batches: int, kv_tokens: int, **changes: Any) -> Scheduler:

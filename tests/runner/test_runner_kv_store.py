@@ -13,6 +13,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, gpt_oss, llama
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
+from kv_invariants import check_store
 from tandem.errors import UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache, Groups
 from tandem.loading.seams import let_caches_attend
@@ -170,7 +171,7 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(
         else:
             for _ in range(rng.randrange(1, 6)):
                 step_both(store, reference, rng)
-        store.check()
+        check_store(store)
         assert {name: store.length(name) for name in store.ids} == {
             name: caches[0].offset for name, caches in reference.caches.items()
         }
@@ -249,7 +250,7 @@ def test_drafts_that_are_cut_off_again_leave_no_trace(
             store.join("c", caches)
         for name, length in lengths.items():
             store.cut(name, length)
-        store.check()
+        check_store(store)
         if step == 8 and not together:
             store.leave("a")
         if step == 12:
@@ -403,11 +404,11 @@ def test_memory_grows_with_need_and_is_given_back() -> None:
     assert store.nbytes <= 2 * few
     for name in "abcdefg":
         store.leave(name)
-        store.check()
+        check_store(store)
     assert store.nbytes <= 2 * 256 * 8
     store.leave("h")
     assert store.nbytes == 0
-    store.check()
+    check_store(store)
     store.join("again", numbers(3, 0.0))
     one_step(store)
     assert store.length("again") == 4
@@ -419,7 +420,7 @@ def test_steps_cross_the_growth_of_the_kv_buffer() -> None:
     store.join("b", numbers(3, 0.0))
     for _ in range(300):
         one_step(store)
-    store.check()
+    check_store(store)
     assert store.extract("b")[0].state[0].flatten().tolist() == [0.0, 1.0, 2.0] + [0.0] * 300
 
 
@@ -468,7 +469,7 @@ def test_fallback_rows_move_like_kv_buffer_rows() -> None:
     store.leave("b")
     store.leave("a")
     assert store.ids == ["c", "d"]
-    store.check()
+    check_store(store)
     assert store.batch()[1][0][0].tolist() == [[2, 2], [3, 3]]
     assert store.extract("d")[1][0][0].tolist() == [[3, 3]]
     store.leave("c")

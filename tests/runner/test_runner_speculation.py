@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -42,9 +43,9 @@ FAMILIES = {
     "gemma3n": {"sliding_window": 8},
 }
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2),
-    "drawn": SamplingParams(max_tokens=NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
-    "penalised": SamplingParams(max_tokens=NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=4 * NEW, temperature=0.0, ignore_eos=True, logprobs=2),
+    "drawn": SamplingParams(max_tokens=4 * NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
+    "penalised": SamplingParams(max_tokens=4 * NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
 }
 
 
@@ -59,8 +60,10 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 class MicroBatch:
     """Follows one micro-batch's sequences as an engine does, with drafts of its own."""
 
-    def __init__(self, stage: StageModel, prompts: dict[str, list[int]], drafts: int) -> None:
-        self.runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=drafts)
+    def __init__(self, stage: StageModel, prompts: dict[str, list[int]], drafts: int, drafter: Drafter | None = None) -> None:
+        self.runner = Runner(
+            stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=drafts, drafter=drafter
+        )
         self.tokens = {name: list(prompt) for name, prompt in prompts.items()}
         self.logprobs: dict[str, list[TokenLogprob]] = {name: [] for name in prompts}
         self.prompts, self.step = prompts, 0
@@ -75,7 +78,9 @@ class MicroBatch:
         self.run(plan)
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = self.runner.execute(plan).finish()
+        step = self.runner.execute(plan)
+        self.runner.prepare(step)
+        result = step.finish()
         rows = {row.request_id: row.tokens for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         given: dict[str, list[int]] = {}
         for name, token in zip(plan.sampled(), result.tokens, strict=True):
@@ -87,14 +92,14 @@ class MicroBatch:
         self.step += 1
         return result
 
-    def decode(self, drafts: dict[str, list[int]] | None = None) -> StepResult:
+    def decode(self, drafts: dict[str, list[int]] | None = None, ask: int = 0) -> StepResult:
         """One step of all sequences; None: from the tokens that the rank holds."""
         lengths = [(name, len(tokens) - 1) for name, tokens in self.tokens.items()]
         spec = (
             None
             if drafts is None
             else SpecDecodePlan(
-                [SpecDecodeRow(name, length, [self.tokens[name][-1], *drafts.get(name, [])]) for name, length in lengths]
+                [SpecDecodeRow(name, length, [self.tokens[name][-1], *drafts.get(name, [])]) for name, length in lengths], ask
             )
         )
         return self.run(
@@ -138,6 +143,39 @@ def test_output_is_that_of_plain_decoding_whatever_the_drafts(stage: StageModel)
         for one, other in zip(micro_batch.logprobs[name][:NEW], plain.logprobs[name], strict=False):
             assert one.token == other.token
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_a_step_that_is_computed_before_its_plan_is_kept_if_the_plan_is_that_and_else_dropped(
+    stage: StageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stage.one_by_one:
+        pytest.skip("no draft model")
+    given = {name: prompt for name, prompt in prompts(stage.vocab_size).items() if name != "penalised"}
+    plain = MicroBatch(stage, given, 0)
+    while min(map(len, plain.outputs().values())) < NEW:
+        plain.decode()
+    likeliest, forward, rng, passes = Drafter._likeliest, Runner._forward, random.Random(4), []
+
+    def at_times_wrong(drafter: Drafter, hidden: mx.array) -> mx.array:
+        return likeliest(drafter, hidden) + int(rng.random() < 0.2)
+
+    def noted(runner: Runner, pending: Any, rows: tuple[int, int], *rest: Any) -> mx.array:
+        passes.append(rows)
+        return forward(runner, pending, rows, *rest)
+
+    monkeypatch.setattr(Drafter, "_likeliest", at_times_wrong)
+    monkeypatch.setattr(Runner, "_forward", noted)
+    drafter = Drafter(stage, micro_batches=1, drafts=DRAFTS, vocab_size=stage.vocab_size)
+    micro_batch, steps, drafts = MicroBatch(stage, given, DRAFTS, drafter), 0, dict[str, list[int]]()
+    passes.clear()
+    while min(map(len, micro_batch.outputs().values())) < NEW:
+        if rng.random() < 0.2:  # another plan than was expected: fewer drafts, or none, or other ones
+            drafts = {name: [(token + rng.randint(0, 1)) % 64 for token in tokens[1:]] for name, tokens in drafts.items()}
+        drafts = micro_batch.decode(drafts, ask=rng.randint(1, DRAFTS)).drafts
+        steps += 1
+    assert micro_batch.outputs() == plain.outputs()
+    found = sum(len(tokens) - len(given[name]) for name, tokens in micro_batch.tokens.items())
+    assert 1.05 * steps < len(passes) < 1.5 * steps and found > 2.2 * steps
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,8 @@ from tandem.config.settings import SpeculationSettings
 from tandem.errors import ConfigError
 from tandem.json_types import JsonObject
 
-_NAMES = {
-    "method": "speculative_method",
-    "model": "draft_model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "prompt_lookup_max": "prompt_lookup_max",
-    "prompt_lookup_min": "prompt_lookup_min",
-}
+_NAMES = {"method": "speculative_method", "model": "draft_model"}
+_NAMES |= {name: name for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")}
 """vLLM's key -> settings field."""
 
 

@@ -120,12 +120,13 @@ def run_offline(
 ) -> OfflineRun:
     """Run `requests` to completion on the started `ranks`, without an engine; all sequences are removed at the end.
 
-    Uses its own scheduler, with step ids from `first_step`, without prefixes and drafts. `until`: time (`time.monotonic`) at
-    which the rest is aborted; refusals are then ignored. Calls the executor's `on_wait` while it runs. Raises RequestError;
-    raises RankFailure also for non-finite logits or disagreeing ranks.
+    Uses its own scheduler, with step ids from `first_step`, without prefixes, and without drafts that are not forced. `until`:
+    time (`time.monotonic`) at which the rest is aborted; refusals are then ignored. Calls the executor's `on_wait` while it
+    runs. Raises RequestError; raises RankFailure also for non-finite logits or disagreeing ranks.
     """
     count = len(requests)
-    limits = dataclasses.replace(limits, prefix_tokens=0, speculation=None, max_queued_requests=count)
+    speculation = limits.speculation if limits.speculation and limits.speculation.forced else None
+    limits = dataclasses.replace(limits, prefix_tokens=0, speculation=speculation, max_queued_requests=count)
     limits = dataclasses.replace(limits, max_queue_tokens=limits.kv_tokens * count)
     scheduler, collector = Scheduler(limits, first_step=first_step), ResultCollector()
     answers = {request.request_id: OfflineResult() for request in requests}

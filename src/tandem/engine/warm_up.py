@@ -66,8 +66,8 @@ def warm_up(
     prefixes are saved. Raises RankFailure.
     """
     started, times, done = time.monotonic(), dict[int, float](), list[str]()
-    for name, chunk, requests in _runs(layout, limits, sizes):
-        here, until = replace(limits, prefill_chunk=chunk), started + seconds
+    for name, here, requests in _runs(layout, limits, sizes):
+        chunk, until = here.prefill_chunk, started + seconds
         run = run_offline(executor, here, requests, layout.ranks, first_step=first_step, until=until)
         first_step = run.next_step
         if time.monotonic() >= until:
@@ -109,8 +109,8 @@ def chosen_chunk(times: dict[int, float], limits: Limits, stages: int) -> int:
     return best
 
 
-def _runs(layout: RankGroupLayout, limits: Limits, sizes: Sequence[int]) -> Iterator[tuple[str, int, list[EngineRequest]]]:
-    """Yield (name, prefill chunk, requests) of each run."""
+def _runs(layout: RankGroupLayout, limits: Limits, sizes: Sequence[int]) -> Iterator[tuple[str, Limits, list[EngineRequest]]]:
+    """Yield (name, limits, requests) of each run."""
     chunk, longest, rng = limits.prefill_chunk, min(limits.max_context, limits.kv_tokens), random.Random(1)
     pooling = None if layout.description.generates else layout.pooling or "last"
 
@@ -124,19 +124,23 @@ def _runs(layout: RankGroupLayout, limits: Limits, sizes: Sequence[int]) -> Iter
     if longest < PROMPT + NEW_TOKENS:
         return
     length = min(chunk + PROMPT, longest - NEW_TOKENS)
-    yield f"a prompt of {length} tokens", chunk, requests(1, length, NEW_TOKENS, [GREEDY])
+    yield f"a prompt of {length} tokens", limits, requests(1, length, NEW_TOKENS, [GREEDY])
     for rows in sorted({*(2**i for i in range(limits.rows.bit_length())), limits.rows}):
         # Those that join first still decode when the last have joined.
         new = min(NEW_TOKENS + rows * PROMPT // chunk, longest - PROMPT)
         for variants in ([GREEDY], SAMPLED)[: 1 if pooling else 2]:
-            yield f"{rows} rows", chunk, requests(rows * limits.micro_batches, PROMPT, new, variants)
+            yield f"{rows} rows", limits, requests(rows * limits.micro_batches, PROMPT, new, variants)
+    if limits.speculation and not pooling and longest > PROMPT + (new := limits.speculation.drafts + NEW_TOKENS):
+        # Its last steps have fewer drafts, so that one sequence meets all widths.
+        forced = replace(limits, speculation=replace(limits.speculation, forced=True))
+        yield "steps with drafts", forced, requests(1, PROMPT, new, [GREEDY])
     for rows, width in _shapes(limits) if limits.pads_prompts else ():
-        yield "prompts of all widths", chunk, requests(rows * limits.micro_batches, min(width, longest - 1), 1, [GREEDY])
+        yield "prompts of all widths", limits, requests(rows * limits.micro_batches, min(width, longest - 1), 1, [GREEDY])
     for size in (*sizes, *sizes):  # the first time of a shape compiles
         if len(sizes) > 1 and 2 * size < longest:
-            yield f"chunks of {size} tokens", size, requests(1, 2 * size, 1, [GREEDY])
+            yield f"chunks of {size} tokens", replace(limits, prefill_chunk=size), requests(1, 2 * size, 1, [GREEDY])
     if not pooling and (layout.files.path / "tokenizer.json").exists():
-        yield "grammars", chunk, requests(1, PROMPT, NEW_TOKENS, [GRAMMAR])
+        yield "grammars", limits, requests(1, PROMPT, NEW_TOKENS, [GRAMMAR])
 
 
 def _shapes(limits: Limits) -> Iterator[tuple[int, int]]:

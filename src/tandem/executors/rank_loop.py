@@ -97,7 +97,8 @@ class RankLoop:
                         self._mailbox.put(PictureEncoded(self._rank, plan.key, error))
                 else:
                     self._begun = plan.step_id
-                    self._steps.put(runner.execute(plan))
+                    self._steps.put(step := runner.execute(plan))
+                    runner.prepare(step)
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
             self._mailbox.put(error)
         finally:

@@ -110,9 +110,14 @@ class Drafted:
     tokens: mx.array
     """int32 [ids, drafts]: draft tokens."""
 
+    def __post_init__(self) -> None:
+        self.outcome = self.tokens + 0
+        """Copy for the thread that waits for results: see PendingStep.outcome."""
+        dispatch(self.outcome)
+
     def values(self) -> dict[str, list[int]]:
         """Return the drafts by request id; wait for the device."""
-        found: list[list[int]] = self.tokens.tolist()  # type: ignore[assignment]
+        found: list[list[int]] = self.outcome.tolist()  # type: ignore[assignment]
         return dict(zip(self.ids, found, strict=True))
 
 
@@ -235,6 +240,11 @@ class Drafter:
                 self._set_apart(request_id, store)
         return self._guess(store, count) if ready else None
 
+    def ends(self, ids: Iterable[str]) -> list[SpecDecodeRow]:
+        """Return the rows from which these sequences decode next, without drafts."""
+        known = [(one, self._known[one].tokens) for one in ids]
+        return [SpecDecodeRow(one, len(tokens) - 1, tokens[-1:]) for one, tokens in known]
+
     # ---- inside
 
     def _note(self, known: _Known, position: int, hidden: mx.array, row: int, count: int) -> None:
@@ -349,9 +359,7 @@ class Drafter:
             dispatch(guesses[-1])
             hidden = self._forward(guesses[-1][:, None], store.batch(), hidden)
             guesses.append(self._likeliest(hidden))
-        found = mx.stack(guesses, axis=1)
-        dispatch(found)
-        return Drafted(ids, found)
+        return Drafted(ids, mx.stack(guesses, axis=1))
 
     def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int, kv: Any) -> Drafted | None:
         """Guess a block of tokens for each sequence whose states are known, one after another."""
@@ -370,9 +378,7 @@ class Drafter:
             known.held = len(known.tokens)
         if not found:
             return None
-        tokens = mx.concatenate(list(found.values()))
-        dispatch(tokens)
-        return Drafted(list(found), tokens)
+        return Drafted(list(found), mx.concatenate(list(found.values())))
 
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from tandem.comm.group import dispatch
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_layers import RowStep
@@ -55,6 +56,8 @@ class KVBufferLayer:
         self._rows = 0
         self._step: RowStep | None = None
         self._written = True
+        self.dispatches = False
+        """True to start computing here in a step of several tokens per row: such steps are not built ahead of the device."""
 
     # ---- called by the model's layer
 
@@ -73,6 +76,8 @@ class KVBufferLayer:
         if self._written or keys.shape[0] != self._rows or keys.shape[2] != step.width:
             raise RuntimeError(f"decode step of {self._rows} x {step.width} got keys {keys.shape} or a second write")
         self._written = True
+        if self.dispatches and step.width > 1:
+            dispatch(keys)
         used = self._span(step.width)
         start = step.longest % self._ring if self._ring else step.longest
         together = step.aligned and not (self._ring and start + step.width > self._ring)
@@ -224,15 +229,6 @@ class KVBufferLayer:
             positions = mx.arange(max(length - self._window, 0), length) % self._ring
         parts = [part[row : row + 1, :, positions] for part in self._parts]
         return parts if self._groups is None else [one.expanded() for one in _pair(parts, self._groups)]
-
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise AssertionError unless the buffer holds rows for `lengths`, with sufficient capacity."""
-        if self._rows != len(lengths):
-            raise AssertionError(f"KV buffer holds {self._rows} rows, not {len(lengths)}")
-        if lengths and not self._capacity.holds(self._rows, max(lengths)):
-            raise AssertionError(f"KV buffer of {self._capacity} is too small for lengths {lengths}")
-        if not lengths and self._parts:
-            raise AssertionError("an empty KV buffer holds memory")
 
     # ---- inside
 

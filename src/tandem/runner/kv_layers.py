@@ -120,9 +120,6 @@ class LayerStore(Protocol):
     def resize(self, capacity: KVShape) -> None:
         """Change the capacity in rows and positions."""
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise AssertionError unless the layer holds rows of these lengths."""
-
 
 class ListLayer:
     """Rows of a layer with several caches, such as KV and a state: one store for each."""
@@ -168,11 +165,6 @@ class ListLayer:
         for store in self._stores:
             store.resize(capacity)
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Check all members."""
-        for store in self._stores:
-            store.check(lengths)
-
 
 class _Members(tuple[Any, ...]):
     """Members of an mlx-lm CacheList, by index or all (`caches`)."""
@@ -188,8 +180,7 @@ class MergedLayer:
     Joining and leaving copy the layer's whole batch, as in mlx-lm; for state-space caches that is little.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self._batch: Any = None
         self._rows = 0
 
@@ -241,12 +232,6 @@ class MergedLayer:
     def resize(self, capacity: KVShape) -> None:
         """Do nothing: mlx-lm's batches have no spare capacity."""
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Check the rows' lengths, if mlx-lm's batch cache has an `offset`: see LayerStore."""
-        offset = getattr(self._batch, "offset", None)
-        if isinstance(offset, mx.array) and offset.tolist() != list(lengths):
-            raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")
-
 
 @dataclass
 class _NotedStep:
@@ -269,9 +254,9 @@ class StateLayer(MergedLayer):
     fewer valid tokens, its layer is called again with those alone, from the states before the step.
     """
 
-    def __init__(self, kind: str, steps: int = 1) -> None:
+    def __init__(self, steps: int = 1) -> None:
         """Create an empty layer. `steps`: number of last steps within which rows can be taken back."""
-        super().__init__(kind)
+        super().__init__()
         self._kept = steps
         self._steps: list[_NotedStep] = []
 

@@ -28,6 +28,8 @@ from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep,
 
 _DROPPING = (KVCache, GroupedKVCache, RotatingKVCache, ChunkedKVCache)
 """Classes of single-sequence caches that can drop the last positions of a call of several tokens."""
+EVERY = 4
+"""Layers after which the device starts on a step of several tokens per row, while the host builds the rest."""
 IDLE = 8
 """Rows for which one may be idle."""
 
@@ -104,13 +106,6 @@ class Rows:
             del self._ids[live:], self._lengths[live:]
         return len(self._ids), moves
 
-    def check(self) -> None:
-        """Raise AssertionError unless the tables agree (for tests)."""
-        if {request_id: row for row, request_id in enumerate(self._ids) if request_id} != self._rows:
-            raise AssertionError(f"rows {self._rows} do not match ids {self._ids}")
-        if [length > 0 for length in self._lengths] != [bool(one) for one in self._ids]:
-            raise AssertionError(f"lengths {self._lengths} do not match ids {self._ids}")
-
 
 class KVStore(Rows):
     """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: used by the thread that
@@ -134,6 +129,9 @@ class KVStore(Rows):
         self._layers: list[LayerStore] = [
             _layer_store(cache, drafts, attention, 1 + drafts * over_steps) for cache in make_caches()
         ]
+        for layer in self._layers[EVERY - 1 :: EVERY]:
+            if isinstance(layer, KVBufferLayer):
+                layer.dispatches = mx.default_device().type != mx.DeviceType.cpu
         self._shape = KVShape()
         self._allotted: KVShape | None = None
 
@@ -206,11 +204,12 @@ class KVStore(Rows):
         elif self._allotted is None:
             self._resize(kv_shape(self._shape, len(self._ids), max(self._lengths)))
 
-    def batch(self, counts: Sequence[int] | None = None) -> list[Cache]:
+    def batch(self, counts: Sequence[int] | None = None, *, grows: bool = True) -> list[Cache]:
         """Start a decode step over all `rows`. Return one cache per layer, for StageModel.forward on [rows, width].
 
         `counts`: tokens of each row, one by default; the width is their maximum, and shorter rows are padded. Lengths of rows
-        grow by `counts` at once. The forward pass must be built before the next call. Raises ValueError for invalid counts.
+        grow by `counts` at once, or with `grows` False by a later call of `grow`; without one the step's tokens are dropped.
+        The forward pass must be built before the next call. Raises ValueError for invalid counts.
         """
         if not self._ids:
             raise ValueError("a decode step over an empty KV store")
@@ -222,8 +221,17 @@ class KVStore(Rows):
         self._hold(len(self._ids), step.longest + step.width)
         for layer in self._layers:
             layer.begin(step)
-        self._lengths = [length and length + count for length, count in zip(self._lengths, counts, strict=True)]
+        if grows:
+            self.grow(counts)
         return [layer.cache for layer in self._layers]
+
+    def grow(self, counts: Sequence[int]) -> None:
+        """Add `counts` to the lengths of the rows."""
+        self._lengths = [length and length + count for length, count in zip(self._lengths, counts, strict=True)]
+
+    def has_room(self, width: int) -> bool:
+        """Return True if a step of `width` tokens per row fits into the present capacity."""
+        return self._shape.holds(len(self._ids), max(self._lengths) + width)
 
     def cut(self, request_id: str, length: int) -> None:
         """Trim a row to its first `length` tokens, dropping rejected drafts of the last steps.
@@ -243,12 +251,6 @@ class KVStore(Rows):
         """Return a row's keys and values in the last layer of each kind, in config.json's words: see `KVBufferLayer.read`."""
         last = {layer.kind: layer for layer in self._layers if isinstance(layer, KVBufferLayer)}
         return {kind: layer.read(self._rows[request_id], length) for kind, layer in last.items()}
-
-    def check(self) -> None:
-        """Raise AssertionError unless the store's invariants hold (for tests)."""
-        super().check()
-        for layer in self._layers:
-            layer.check(self._lengths)
 
 
 def may_idle(cache: Cache) -> bool:
@@ -358,10 +360,10 @@ def _layer_store(cache: Any, drafts: int, attention: Attention | None, steps: in
     if not batchable(cache):
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")
     if drafts and type(cache) is ArraysCache:
-        return StateLayer(type(cache).__name__, steps)
+        return StateLayer(steps)
     if drafts:
         raise UnsupportedModel(
             f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
             "accepted: serve this model without speculative decoding"
         )
-    return MergedLayer(type(cache).__name__)
+    return MergedLayer()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -22,11 +22,11 @@ from tandem.loading.weights import MLX_ERRORS
 from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
+from tandem.protocol.step import PrefillOp, SpecDecodePlan, SpecDecodeRow, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
-from tandem.runner.kv_store import may_idle
+from tandem.runner.kv_store import KVStore, may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.picture_inputs import PictureInputs
@@ -96,6 +96,22 @@ class PendingStep:
         return (chained(self.received), chained(self.made)) if self.received or self.made else None
 
 
+class _Prepared(NamedTuple):
+    """Forward pass of a step with drafts, built before its plan arrives."""
+
+    store: KVStore
+    ends: list[SpecDecodeRow]
+    """Rows without their drafts."""
+    drafts: mx.array
+    """int32 [rows, drafts]."""
+    hidden: mx.array
+
+    def rows(self) -> list[SpecDecodeRow]:
+        """Return the rows that it decodes."""
+        drafts: Any = self.drafts.tolist()
+        return [SpecDecodeRow(row.request_id, row.length, row.tokens + own) for row, own in zip(self.ends, drafts, strict=True)]
+
+
 class Runner:
     """Executor of plans on one stage, with the KV of its micro-batches. Not thread-safe: one thread owns all MLX work of a
     process."""
@@ -150,6 +166,8 @@ class Runner:
         self.drafter = drafter
         """Draft model or head, on the sampling rank; None without one."""
         self._head = head and stage.is_last
+        self._prepared: _Prepared | None = None
+        """Forward pass built for the next plan; None without one."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -184,6 +202,7 @@ class Runner:
                 self._inbox.drain(plan.step_id)
         if plan.decode:
             self._decode(plan, micro_batch, pending)
+        self._prepared = None
         saves = {op.request_id: op for op in plan.saves}
         for ops in self._passes(plan, micro_batch):
             self._prefill(micro_batch, ops, pending)
@@ -208,6 +227,29 @@ class Runner:
         pending.prefix_bytes = self._prefixes.nbytes + (self.drafter.prefix_bytes if self.drafter else 0)
         return pending
 
+    def prepare(self, step: PendingStep) -> None:
+        """Start the forward pass that verifies the drafts of `step`, the last one, as the next plan most likely requests it.
+
+        The device then computes while the engine makes that plan. If it is another one, the positions count as rejected drafts.
+        Done on a single rank alone, since the others do not have the tokens.
+        """
+        drafted, drafter, micro_batch = step.drafted, self.drafter, self._micro_batches[0]
+        store, several = micro_batch.store, self._link or self._group or len(self._micro_batches) > 1
+        if drafted is None or drafter is None or several or not isinstance(store, KVStore) or store.rows != drafted.ids:
+            return
+        ends, width = drafter.ends(drafted.ids), 1 + drafted.tokens.shape[1]
+        inserts = [micro_batch.held[one].insert for one in drafted.ids]
+        for row in ends:
+            store.cut(row.request_id, row.length)
+        room = min(one.prompt_len + one.params.max_tokens - row.length for one, row in zip(inserts, ends, strict=True))
+        if width >= room or not store.has_room(width):
+            return
+        tokens = mx.concatenate([mx.array([row.tokens for row in ends], dtype=mx.int32), drafted.tokens], axis=1)
+        self._choose_rows(micro_batch, drafted.ids)
+        hidden = self._forward(step, (len(ends), width), tokens, store.batch([width] * len(ends), grows=False))
+        dispatch(hidden)
+        self._prepared = _Prepared(store, ends, drafted.tokens, hidden)
+
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
         index = order.adapter.index
@@ -222,6 +264,7 @@ class Runner:
 
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
+        self._prepared = None  # its recurrent states are taken back
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
@@ -264,11 +307,15 @@ class Runner:
         order, width = micro_batch.store.rows, plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens if one else [0] for one in order]
-        tokens = None
-        if self.stage.is_first:
-            tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        counts, tokens = [len(row) for row in fed], None
         self._choose_rows(micro_batch, order)
-        hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
+        if self._prepared is not None and self._prepared.rows() == [rows.get(one) for one in order]:
+            hidden = self._prepared.hidden
+            self._prepared.store.grow(counts)
+        else:
+            if self.stage.is_first:
+                tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+            hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch(counts))
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)

@@ -53,6 +53,8 @@ class SpeculationLimits:
     """Maximum n-gram length compared."""
     model: bool = False
     """True to draft with a draft model on the sampling rank instead of the n-gram index."""
+    forced: bool = False
+    """True to try as many drafts as allowed in each step, though they be wrong, as a warm-up does."""
 
 
 @dataclass
@@ -78,30 +80,6 @@ class Drafting(Protocol):
 
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` draft tokens."""
-
-
-class Proposer(Protocol):
-    """Source of one sequence's drafts, with their accuracy."""
-
-    @property
-    def hits(self) -> float:
-        """Expected fraction of correct predictions."""
-
-    @property
-    def trial(self) -> bool:
-        """True if one draft at a time is worth requesting, to learn whether predictions are correct."""
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Read the sequence's tokens so far. Long prompts are read in parts, before decoding."""
-
-    def drafts(self, tokens: int, most: int) -> list[int]:
-        """Return up to `most` drafts after the sequence's `tokens` tokens; empty until it has read them all."""
-
-    def tried(self, drafts: int, accepted: int) -> None:
-        """Record how many drafts were tried and accepted."""
-
-    def guessed(self, tokens: int, drafts: list[int]) -> None:
-        """Store a draft model's `drafts` after the sequence's `tokens` tokens."""
 
 
 class ModelAccuracy:
@@ -142,12 +120,13 @@ class ModelProposer:
 
     @property
     def hits(self) -> float:
-        """Accuracy for this sequence, half-way to that over all: few predictions of its own are a matter of luck."""
+        """Expected fraction of correct predictions: half-way to that over all, as few of its own are a matter of luck."""
         return (self._own + self._shared.hits) / 2
 
     @property
     def trial(self) -> bool:
-        """True for the first predictions of all, and in a retry."""
+        """True if one draft at a time is worth requesting, to learn whether predictions are correct: for the first ones of all
+        sequences, and in a retry."""
         return self._trials > 0 or self._shared.count < FIRST
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -166,11 +145,11 @@ class ModelProposer:
                 self._own = max(self._own, shared.hits)  # its few mistakes are no reason to stop, nor to wait longer next time
 
     def drafts(self, tokens: int, most: int) -> list[int]:
-        """Return up to `most` drafts: see Proposer."""
+        """Return up to `most` drafts after the sequence's `tokens` tokens; empty until it has read them all."""
         return self._drafts[:most] if self._after == tokens else []
 
     def tried(self, drafts: int, accepted: int) -> None:
-        """Update the accuracy: accepted drafts were right, the next one, if any, wrong."""
+        """Record how many drafts were tried and accepted: those were right, the next one, if any, wrong."""
         shared = self._shared
         if self._trials:
             shared.untried, self._trials = 0, 0 if accepted else self._trials - 1
@@ -201,7 +180,7 @@ class NgramProposer:
         self.hits = CREDIT
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read new tokens, and score each prediction, tried or not."""
+        """Read new tokens, and score each prediction, tried or not. Long prompts are read in parts, before decoding."""
         fresh = tokens[len(self._index) : len(self._index) + READ]
         for token in fresh:
             if (prediction := self._index.prediction) is not None:
@@ -209,7 +188,7 @@ class NgramProposer:
             self._index.extend([token])
 
     def drafts(self, tokens: int, most: int) -> list[int]:
-        """Return up to `most` drafts: see Proposer."""
+        """Return up to `most` drafts after the sequence's `tokens` tokens; empty until it has read them all."""
         return self._index.drafts(most) if len(self._index) == tokens else []
 
     def tried(self, drafts: int, accepted: int) -> None:
@@ -217,6 +196,10 @@ class NgramProposer:
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
         """Do nothing: there is no draft model."""
+
+
+Proposer = ModelProposer | NgramProposer
+"""Source of one sequence's drafts, with their accuracy."""
 
 
 @dataclass
@@ -340,6 +323,8 @@ class Speculation:
         """Return up to `most` drafts worth trying for each of `sequences`, which decode together; None for no drafts."""
         if self._limits is None:
             return None
+        if self._limits.forced:
+            return [[0] * min(most, one.room) for one in sequences]
         rows = [(one.drafts(most), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         if not any(drafts for drafts, _ in rows):
             return None
@@ -350,6 +335,8 @@ class Speculation:
         """Return the number of tokens, up to `most`, to request from the draft model for these sequences' next step."""
         if self._limits is None or not self._limits.model:
             return 0
+        if self._limits.forced:
+            return max((min(most, one.room) for one in sequences), default=0)
         trials = [one.proposer is not None and one.proposer.trial for one in sequences]
         rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         best = best_drafts(rows, self._costs) if any(drafts for drafts, _ in rows) else None
