@@ -120,7 +120,7 @@ def test_a_rank_that_the_watchdog_finds_slow_is_one_event_and_its_recovery_anoth
     rank_group = SimpleNamespace(
         layout=SimpleNamespace(ranks=[]),
         ready=[],
-        executor=SimpleNamespace(slowness=lambda _: next(measured)),
+        executor=SimpleNamespace(watchdog=SimpleNamespace(slowness=lambda _: next(measured))),
         history=SimpleNamespace(note=lambda kind, text, **_: told.append((kind, text.partition(";")[0]))),
     )
     report = StatusReport(rank_group, EngineMetrics())

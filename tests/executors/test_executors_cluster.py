@@ -82,7 +82,7 @@ def test_who_may_be_to_blame_for_a_death(code: int, busy: bool, blame: bool) -> 
     rank: Any = executor._processes[1]
     rank.code = code
     if busy:
-        executor._watchdog.planned(StepPlan(0, 0, decode=["a"]), time.monotonic())
+        executor.watchdog.planned(StepPlan(0, 0, decode=["a"]), time.monotonic())
     failure = executor._death(1, rank)
     assert (failure.cause, failure.rank, failure.blame) == ("died", 1, blame)
 

@@ -199,7 +199,7 @@ class StatusReport:
         return "lost" if rank == self._rank_group.lost else "waiting"
 
     def _slowdown(self, rank: int) -> float:
-        slowdown, slow = self._rank_group.executor.slowness(rank)
+        slowdown, slow = self._rank_group.executor.watchdog.slowness(rank)
         self._metrics.slowdown.labels(str(rank)).set(slowdown)
         if slow != (rank in self._slow):
             self._slow ^= {rank}

@@ -107,7 +107,7 @@ class ClusterExecutor(Executor):
         self._rejoin_timeout = rejoin_timeout_s
         self._started = False
         self._step_timeout = step_timeout_s
-        self._watchdog = Watchdog(len(specs), step_timeout_s)
+        self.watchdog = Watchdog(len(specs), step_timeout_s)
         self._processes: list[RankProcess] = []
         self._bus: EngineBus | None = None
         self._process_groups: list[ProcessGroup] = []
@@ -127,7 +127,7 @@ class ClusterExecutor(Executor):
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Launch, connect and load all ranks; return their `Ready`. Ends the rank group before raising."""
         self._generation, self._connected, self._failed = secrets.token_hex(8), False, False
-        self._watchdog.begin(time.monotonic())
+        self.watchdog.begin(time.monotonic())
         keys = self._keys = ClusterKeys.generate()
         try:
             deadline = time.monotonic() + self._start_timeout
@@ -162,7 +162,7 @@ class ClusterExecutor(Executor):
         """Use another layout from the next `start` on, and reset the learnt pace."""
         self._specs = list(specs)
         self._slots = None if slots is None else list(slots)
-        self._watchdog = Watchdog(len(self._specs), self._step_timeout)
+        self.watchdog = Watchdog(len(self._specs), self._step_timeout)
         if self._standbys:
             self._launcher.drop_standbys()
 
@@ -270,7 +270,7 @@ class ClusterExecutor(Executor):
                     progress(message.rank, message.done, message.total, message.phase)
             elif isinstance(message, Ready):
                 ready[message.rank] = message
-        self._watchdog.loaded(
+        self.watchdog.loaded(
             time.monotonic(), gpu=any(one.gpu for one in ready.values()), hosts=len({one.host for one in ready.values()})
         )
         return [ready[rank] for rank in sorted(ready)]
@@ -292,7 +292,7 @@ class ClusterExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> None:
         """Send the plan to every rank."""
-        self._watchdog.planned(plan, time.monotonic())
+        self.watchdog.planned(plan, time.monotonic())
         self._broadcast(Plan(plan))
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
@@ -309,7 +309,7 @@ class ClusterExecutor(Executor):
         self._inputs = self._inputs or BlobServer((), self._keys, self._launcher.bus_host)
         self._inputs.data, size = {order.key: memoryview(order.inputs)}, len(order.inputs)
         first = [spec for spec in self._specs if spec.layers[0] == 0]
-        self._watchdog.encodes(first, time.monotonic())
+        self.watchdog.encodes(first, time.monotonic())
         for spec in first:
             endpoint = seen_from(self._recruited[spec.rank], self._inputs.endpoint)
             self._send(spec.rank, replace(order, inputs=b"", endpoint=endpoint, size=size))
@@ -321,7 +321,7 @@ class ClusterExecutor(Executor):
         while message is not None:
             if isinstance(message, Report):
                 reports.append(message)
-                self._watchdog.take(message, time.monotonic())
+                self.watchdog.take(message, time.monotonic())
             message = self._receive(0.0)
         if not reports:
             self._look()
@@ -331,10 +331,10 @@ class ClusterExecutor(Executor):
         """Ping the ranks if due. Raises RankFailure for ranks that have died, do not answer or are stuck."""
         self._check_processes()
         now = time.monotonic()
-        if self._connected and (number := self._watchdog.ping(now)) is not None:
+        if self._connected and (number := self.watchdog.ping(now)) is not None:
             self._broadcast(Ping(number))
         try:
-            self._watchdog.look(now, lambda rank: self._processes[rank].stopped)
+            self.watchdog.look(now, lambda rank: self._processes[rank].stopped)
         except RankFailure:
             self._failed = True
             raise
@@ -374,7 +374,7 @@ class ClusterExecutor(Executor):
         if isinstance(message, Failure):
             raise self._translate(message)
         if isinstance(message, Pong):
-            self._watchdog.answered(message, time.monotonic())
+            self.watchdog.answered(message, time.monotonic())
         return message
 
     def _translate(self, failure: Failure) -> TandemError:
@@ -427,7 +427,7 @@ class ClusterExecutor(Executor):
 
     def _death(self, rank: int, process: RankProcess) -> RankFailure:
         """Return the failure of a dead rank. No request is blamed for signals that only others send, nor if the rank was idle."""
-        blame = self._watchdog.works(rank) and -(process.poll() or 0) not in SENT_BY_OTHERS
+        blame = self.watchdog.works(rank) and -(process.poll() or 0) not in SENT_BY_OTHERS
         return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank, cause="died", blame=blame)
 
     def _hear_last_words(self) -> None:
@@ -459,7 +459,7 @@ class ClusterExecutor(Executor):
                     self._bus.send(rank_identity(spec.rank, self._generation), Stop())
                 except TransportError:
                     continue
-        calm = not (self._watchdog.busy or self._failed)
+        calm = not (self.watchdog.busy or self._failed)
         self._wait_for_ends(STOP_GRACE_S if calm else 0.0)
         for process in self._processes:
             process.kill()

@@ -28,8 +28,8 @@ class Executor(ABC):
 
     on_wait: Callable[[], None] = staticmethod(do_nothing)
     """Callback, called about every 0.1 s while `start` and `close` wait for ranks."""
-    _watchdog = Watchdog(0, 0.0)
-    """Watchdog of the ranks' steps; by default of no rank."""
+    watchdog = Watchdog(0, 0.0)
+    """Judge of the ranks' steps; by default of no rank."""
 
     @abstractmethod
     def start(self, progress: Progress | None = None) -> list[Ready]:
@@ -85,10 +85,6 @@ class Executor(ABC):
 
     def keep_standbys(self) -> None:  # noqa: B027 - one in this process has none
         """Start a standby process beside each rank, if configured. Called once the ranks serve."""
-
-    def slowness(self, rank: int) -> tuple[float, bool]:
-        """Return `Watchdog.slowness` of a rank; (1, False) if it is not measured."""
-        return self._watchdog.slowness(rank)
 
     @property
     def specs(self) -> list[StageSpec]:

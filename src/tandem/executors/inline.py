@@ -40,13 +40,13 @@ class InlineExecutor(Executor):
 
     def __init__(self, spec: StageSpec, *, step_timeout_s: float) -> None:
         self._spec = spec
-        self._watchdog = Watchdog(1, step_timeout_s)
+        self.watchdog = Watchdog(1, step_timeout_s)
         self._loop: RankLoop | None = None
         self._mailbox: Mailbox[Event] | None = None
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Load the model into this process."""
-        self._watchdog.begin(time.monotonic())
+        self.watchdog.begin(time.monotonic())
         self._mailbox = Mailbox()
         self._loop = RankLoop(0, self._build, self._mailbox, memory_use)
         while True:
@@ -54,7 +54,7 @@ class InlineExecutor(Executor):
                 if isinstance(event, Loaded) and progress is not None:
                     progress(0, event.done, event.total, event.phase)
                 elif isinstance(event, Ready):
-                    self._watchdog.loaded(time.monotonic(), gpu=event.gpu, hosts=1)
+                    self.watchdog.loaded(time.monotonic(), gpu=event.gpu, hosts=1)
                     return [event]
             self.on_wait()
 
@@ -79,7 +79,7 @@ class InlineExecutor(Executor):
     def submit(self, plan: StepPlan) -> None:
         """Queue a step for the thread that owns the device."""
         loop, _ = self._started()
-        self._watchdog.planned(plan, time.monotonic())
+        self.watchdog.planned(plan, time.monotonic())
         loop.submit(plan)
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
@@ -93,16 +93,16 @@ class InlineExecutor(Executor):
     def encode(self, order: EncodePicture) -> None:
         """Queue the order for the thread that owns the device."""
         loop, _ = self._started()
-        self._watchdog.encodes([self._spec], time.monotonic())
+        self.watchdog.encodes([self._spec], time.monotonic())
         loop.submit(order)
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Return finished steps and other reports; wait up to `timeout_s` seconds for the first. Raises EngineStuck."""
         reports = [event for event in self._wait(timeout_s) if isinstance(event, Report)]
         for report in reports:
-            self._watchdog.take(report, time.monotonic())
+            self.watchdog.take(report, time.monotonic())
         try:
-            self._watchdog.look(time.monotonic(), lambda _: False)
+            self.watchdog.look(time.monotonic(), lambda _: False)
         except RankFailure as failure:
             raise EngineStuck(failure.message, rank=0, cause=failure.cause) from failure
         return reports

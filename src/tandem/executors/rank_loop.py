@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import mlx.core as mx
 from msgspec import Struct
 
 from tandem.crash_guard import start_thread
@@ -98,7 +99,8 @@ class RankLoop:
                 else:
                     self._begun = plan.step_id
                     self._steps.put(step := runner.execute(plan))
-                    runner.prepare(step)
+                    if mx.default_device().type != mx.DeviceType.cpu:  # which computes while the plan is made anyway
+                        runner.prepare(step)
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
             self._mailbox.put(error)
         finally:

@@ -302,7 +302,9 @@ Order = Submit | Abort | QuarantineAck | PictureContent | QueryCache | ChangeAda
 ApiMessage = Order | QueryStatus | QueryMetrics
 OfRequest = Output | Refused | HandedOver | QuarantineNotice | NeedPicture
 """Messages to the api that has the request."""
-EngineMessage = OfRequest | EngineStatus | MetricsText | CacheReport | AdapterChanged
+Answered = EngineStatus | MetricsText | CacheReport | AdapterChanged
+"""Answers to questions."""
+EngineMessage = OfRequest | Answered
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 

@@ -260,7 +260,12 @@ class EngineClient:
                 continue
             self._heard = True
             try:
-                self._handle(message)
+                if not isinstance(message, control.Output):
+                    self._handle(message)
+                elif (sink := self._sinks.get(message.request_id)) is not None:
+                    sink.push(message)
+                    if message.finish_reason is not None:
+                        self._sinks.pop(message.request_id, None)
             except Exception as error:  # noqa: BLE001 - ends only the request that the message is for
                 failure = internal_error(error, "a message of the engine")
                 sink = self._sinks.pop(getattr(message, "request_id", ""), None)
@@ -268,13 +273,10 @@ class EngineClient:
                     sink.fail(failure)
         self._loop.call_soon(self._drain)
 
-    def _handle(self, message: control.EngineMessage) -> None:
-        if isinstance(message, control.Output):
-            if (sink := self._sinks.get(message.request_id)) is not None:
-                sink.push(message)
-                if message.finish_reason is not None:
-                    self._sinks.pop(message.request_id, None)
-        elif isinstance(message, control.EngineStatus):
+    def _handle(
+        self, message: control.Refused | control.HandedOver | control.QuarantineNotice | control.NeedPicture | control.Answered
+    ) -> None:
+        if isinstance(message, control.EngineStatus):
             if not self.alive:
                 logger.info("Connected to engine (%s)", message.state)
             self.status, self.alive, self._missed = message, True, 0
@@ -292,7 +294,7 @@ class EngineClient:
         elif (sink := self._sinks.pop(message.request_id, None)) is not None:
             sink.fail(Departed(message.positions) if isinstance(message, control.HandedOver) else message.as_error())
 
-    def _answered(self, message: control.EngineStatus | control.MetricsText | CacheReport | AdapterChanged) -> None:
+    def _answered(self, message: control.Answered) -> None:
         future = self._questions.get(message.query_id)
         if future is not None and not future.done():
             future.set_result(message)
