@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -119,6 +119,22 @@ class Drafted:
         """Return the drafts by request id; wait for the device."""
         found: list[list[int]] = self.outcome.tolist()  # type: ignore[assignment]
         return dict(zip(self.ids, found, strict=True))
+
+
+class PreparedStep(NamedTuple):
+    """Forward pass of a step with drafts, built before its plan arrives."""
+
+    store: KVStore
+    ends: list[SpecDecodeRow]
+    """Rows without their drafts."""
+    drafts: mx.array
+    """int32 [rows, drafts]."""
+    hidden: mx.array
+
+    def rows(self) -> list[SpecDecodeRow]:
+        """Return the rows that it decodes."""
+        drafts: Any = self.drafts.tolist()
+        return [SpecDecodeRow(row.request_id, row.length, row.tokens + own) for row, own in zip(self.ends, drafts, strict=True)]
 
 
 class Drafter:

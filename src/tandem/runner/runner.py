@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,9 +22,9 @@ from tandem.loading.weights import MLX_ERRORS
 from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.protocol.step import PrefillOp, SpecDecodePlan, SpecDecodeRow, StepPlan, StepResult, by_id
+from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
-from tandem.runner.drafter import Drafted, Drafter
+from tandem.runner.drafter import Drafted, Drafter, PreparedStep
 from tandem.runner.kv_buffer import Attention
 from tandem.runner.kv_store import KVStore, may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
@@ -96,22 +96,6 @@ class PendingStep:
         return (chained(self.received), chained(self.made)) if self.received or self.made else None
 
 
-class _Prepared(NamedTuple):
-    """Forward pass of a step with drafts, built before its plan arrives."""
-
-    store: KVStore
-    ends: list[SpecDecodeRow]
-    """Rows without their drafts."""
-    drafts: mx.array
-    """int32 [rows, drafts]."""
-    hidden: mx.array
-
-    def rows(self) -> list[SpecDecodeRow]:
-        """Return the rows that it decodes."""
-        drafts: Any = self.drafts.tolist()
-        return [SpecDecodeRow(row.request_id, row.length, row.tokens + own) for row, own in zip(self.ends, drafts, strict=True)]
-
-
 class Runner:
     """Executor of plans on one stage, with the KV of its micro-batches. Not thread-safe: one thread owns all MLX work of a
     process."""
@@ -166,7 +150,7 @@ class Runner:
         self.drafter = drafter
         """Draft model or head, on the sampling rank; None without one."""
         self._head = head and stage.is_last
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedStep | None = None
         """Forward pass built for the next plan; None without one."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
@@ -248,7 +232,7 @@ class Runner:
         self._choose_rows(micro_batch, drafted.ids)
         hidden = self._forward(step, (len(ends), width), tokens, store.batch([width] * len(ends), grows=False))
         dispatch(hidden)
-        self._prepared = _Prepared(store, ends, drafted.tokens, hidden)
+        self._prepared = PreparedStep(store, ends, drafted.tokens, hidden)
 
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
