@@ -160,7 +160,7 @@ class PictureManager:
         """Forget what ranks held, as they have ended; their successors encode again."""
         self._held.clear()
         self._group.encoders.clear()
-        self._evicts, self.encoding = [], None
+        self._evicts, self.encoding, self._asked, self._given = [], None, None, _NOTHING
 
 
 def _require_at_most(most: int, what: str, size: int) -> None:

@@ -189,7 +189,10 @@ class Worker:
         try:
             loop.submit(obtain_adapter(order, keys) if isinstance(order, LoadAdapter) else obtain_inputs(order, keys))
         except TandemError as error:
-            mailbox.put(AdapterLoaded(rank, order.adapter.index, error=str(error)) if isinstance(order, LoadAdapter) else error)
+            if isinstance(order, LoadAdapter):
+                mailbox.put(AdapterLoaded(rank, order.adapter.index, error=str(error)))
+            else:
+                mailbox.put(PictureEncoded(rank, order.key, str(error), died=True))
 
 
 def encode_picture(spec: StageSpec, files: ModelFiles, dtype: str, key: str, tokens: list[int], path: str) -> PictureEncoded:

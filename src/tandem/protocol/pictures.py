@@ -69,7 +69,7 @@ class PictureEncoded(Struct, frozen=True, tag=True):
     key: str
     error: str = ""
     died: bool = False
-    """True if the encoder's own process ended each time."""
+    """True if the encoder's own process ended each time, or its inputs did not arrive."""
     pid: int = 0
     """Id of that process; 0 without one."""
 

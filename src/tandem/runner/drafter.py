@@ -244,6 +244,7 @@ class Drafter:
         for request_id, tokens in sampled.items():
             known = self._known[request_id]
             taken = accepted(rows[request_id].tokens, tokens) if request_id in rows else 0
+            taken -= bool(taken) and tokens[taken] < 0  # as `Speculation.accept`: an error is sampled again
             if self._head is None:
                 known.held += min(known.tried, taken)
             known.tried = 0

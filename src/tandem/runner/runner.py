@@ -292,13 +292,13 @@ class Runner:
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens if one else [0] for one in order]
         counts, tokens = [len(row) for row in fed], None
-        self._choose_rows(micro_batch, order)
         if self._prepared is not None and self._prepared.rows() == [rows.get(one) for one in order]:
             hidden = self._prepared.hidden
             self._prepared.store.grow(counts)
         else:
             if self.stage.is_first:
                 tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+            self._choose_rows(micro_batch, order)
             hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch(counts))
         if self._sampler is not None:
             for one in filter(None, order):

@@ -222,4 +222,4 @@ class BlobClient(MemberSocket):
             if answer.number in numbers:
                 return answer, frames[1].buffer if len(frames) == 2 else memoryview(b"")
             waited = time.monotonic() > until
-        raise TransportError(f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?")
+        raise TransportError(f"the engine's machine has sent nothing for {self._patience:.0f} s; is it up?")
