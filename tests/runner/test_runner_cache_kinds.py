@@ -135,7 +135,7 @@ def test_rows_of_a_shared_pass_join_together_as_one_by_one(stage: StageModel, mo
         together.join_rows(ids, rows_of(shared, sources, taken), taken)
         for source in sources:
             apart.join(str(source), rows_of(shared, [source], [lengths[source]]), lengths[source])
-    together.check()
+    check_store(together)
     assert together.rows == apart.rows
     tokens = mx.array([[7 + row] for row in range(len(apart.rows))])
     for _ in range(2):
