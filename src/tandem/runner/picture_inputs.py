@@ -36,6 +36,10 @@ class PictureInputs:
         self._found: tuple[mx.array, mx.array] | None = None
         self.positions: mx.array | None = None
         """int32 [B]: what pictures add to each row's positions; or the positions [3, B, L]. None without pictures."""
+        self.offset: int | mx.array | None = None
+        """Rotary position of each row's first token with those int32 [B]. The first layer adds them for all."""
+        self.turns: dict[tuple[float, ...], tuple[mx.array, mx.array]] = {}
+        """Cosines and sines [B, 1, L, pairs] of those [3, B, L], by a rotary embedding's width, base and scale."""
         self.added: mx.array | None = None
         """Features [B, L, layers * H] for the stage's first layer and later ones, while the pass runs."""
         self.extra = 0
@@ -89,7 +93,8 @@ class PictureInputs:
             h = self._stage.forward(x, caches)
         if self.added is not None and (rest := self._description.deepstack - self._stage.layers.stop) > 0:
             h = mx.concatenate([h, self.added[..., -rest * width :].astype(h.dtype)], axis=-1)
-        self._found, self.positions, self.added, self.extra, self._alike = None, None, None, 0, None
+        self._found = self.positions = self.added = self._alike = None
+        self.offset, self.turns, self.extra = None, {}, 0
         return h
 
 
@@ -123,17 +128,22 @@ class _Rope(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._own, self._inputs, self._axes = rope, inputs, mx.array(axes, mx.int32)
         dims, half = rope.dims, rope.dims // 2
+        self._key = (dims, rope.base, rope.scale)
         self._pairs = (slice(0, dims, 2), slice(1, dims, 2)) if rope.traditional else (slice(half), slice(half, dims))
         self._frequencies = rope.scale / rope.base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        positions = self._inputs.positions
+        inputs, positions = self._inputs, self._inputs.positions
         if positions is None or positions.ndim == 1:
-            own: mx.array = self._own(x, offset=offset if positions is None else offset + positions)
+            if positions is not None and inputs.offset is None:
+                inputs.offset = offset + positions
+            own: mx.array = self._own(x, offset=offset if inputs.offset is None else inputs.offset)
             return own
-        angles = mx.take(positions, self._axes, axis=0).transpose(1, 2, 0)[:, None] * self._frequencies
-        (one, two), turned = self._pairs, mx.array(x)
-        cos, sin, first, second = mx.cos(angles), mx.sin(angles), x[..., one], x[..., two]
+        if self._key not in inputs.turns:
+            angles = mx.take(positions, self._axes, axis=0).transpose(1, 2, 0)[:, None] * self._frequencies
+            inputs.turns[self._key] = mx.cos(angles), mx.sin(angles)
+        (cos, sin), (one, two), turned = inputs.turns[self._key], self._pairs, mx.array(x)
+        first, second = x[..., one], x[..., two]
         turned[..., one], turned[..., two] = first * cos - second * sin, second * cos + first * sin
         return turned
 
