@@ -24,9 +24,9 @@ from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
-from tandem.runner.drafter import Drafted, Drafter, PreparedStep
+from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
-from tandem.runner.kv_store import KVStore, may_idle
+from tandem.runner.kv_store import may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.picture_inputs import PictureInputs
@@ -150,8 +150,6 @@ class Runner:
         self.drafter = drafter
         """Draft model or head, on the sampling rank; None without one."""
         self._head = head and stage.is_last
-        self._prepared: PreparedStep | None = None
-        """Forward pass built for the next plan; None without one."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -186,7 +184,6 @@ class Runner:
                 self._inbox.drain(plan.step_id)
         if plan.decode:
             self._decode(plan, micro_batch, pending)
-        self._prepared = None
         saves = {op.request_id: op for op in plan.saves}
         for ops in self._passes(plan, micro_batch):
             self._prefill(micro_batch, ops, pending)
@@ -211,29 +208,6 @@ class Runner:
         pending.prefix_bytes = self._prefixes.nbytes + (self.drafter.prefix_bytes if self.drafter else 0)
         return pending
 
-    def prepare(self, step: PendingStep) -> None:
-        """Start the forward pass that verifies the drafts of `step`, the last one, as the next plan most likely requests it.
-
-        The device then computes while the engine makes that plan. If it is another one, the positions count as rejected drafts.
-        Done on a single rank alone, since the others do not have the tokens.
-        """
-        drafted, drafter, micro_batch = step.drafted, self.drafter, self._micro_batches[0]
-        store, several = micro_batch.store, self._link or self._group or len(self._micro_batches) > 1
-        if drafted is None or drafter is None or several or not isinstance(store, KVStore) or store.rows != drafted.ids:
-            return
-        ends, width = drafter.ends(drafted.ids), 1 + drafted.tokens.shape[1]
-        inserts = [micro_batch.held[one].insert for one in drafted.ids]
-        for row in ends:
-            store.cut(row.request_id, row.length)
-        room = min(one.prompt_len + one.params.max_tokens - row.length for one, row in zip(inserts, ends, strict=True))
-        if width >= room or not store.has_room(width):
-            return
-        tokens = mx.concatenate([mx.array([row.tokens for row in ends], dtype=mx.int32), drafted.tokens], axis=1)
-        self._choose_rows(micro_batch, drafted.ids)
-        hidden = self._forward(step, (len(ends), width), tokens, store.batch([width] * len(ends), grows=False))
-        dispatch(hidden)
-        self._prepared = PreparedStep(store, ends, drafted.tokens, hidden)
-
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
         index = order.adapter.index
@@ -248,7 +222,6 @@ class Runner:
 
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
-        self._prepared = None  # its recurrent states are taken back
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
@@ -291,15 +264,11 @@ class Runner:
         order, width = micro_batch.store.rows, plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens if one else [0] for one in order]
-        counts, tokens = [len(row) for row in fed], None
-        if self._prepared is not None and self._prepared.rows() == [rows.get(one) for one in order]:
-            hidden = self._prepared.hidden
-            self._prepared.store.grow(counts)
-        else:
-            if self.stage.is_first:
-                tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
-            self._choose_rows(micro_batch, order)
-            hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch(counts))
+        tokens = None
+        if self.stage.is_first:
+            tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        self._choose_rows(micro_batch, order)
+        hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
