@@ -185,7 +185,8 @@ class Runner:
         if plan.decode:
             self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
-        for ops in self._passes(plan, micro_batch):
+        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
+        for ops in self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads):
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
@@ -264,11 +265,9 @@ class Runner:
         order, width = micro_batch.store.rows, plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens if one else [0] for one in order]
-        tokens = None
-        if self.stage.is_first:
-            tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
         self._choose_rows(micro_batch, order)
-        hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
+        caches = micro_batch.store.batch([len(row) for row in fed])
+        hidden = self._forward(pending, (len(order), width), self._padded(fed, width), caches)
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
@@ -289,27 +288,17 @@ class Runner:
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count, self._micro_batches[plan.micro_batch].store)
 
-    def _passes(self, plan: StepPlan, micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
-        """Divide a step's chunks into forward passes, equal on all ranks."""
-        if len(plan.prefill) < 2:
-            return [[op] for op in plan.prefill]
-        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
-        return self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads)
-
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
         chunks = [micro_batch.chunk(op, alone=len(ops) == 1) for op in ops]
         width = self._prompt_rows.width(ops) if pending.plan.pads else max(op.count for op in ops)
-        tokens = None
-        if self.stage.is_first:
-            tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk, _ in chunks], dtype=mx.int32)
         caches, *others = (own for _, own in chunks)
         if others:
             caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
         self._choose_adapters(micro_batch, [op.request_id for op in ops])
         if self.pictures is not None:
             self.pictures.choose_chunks(ops, [micro_batch.held[op.request_id].insert for op in ops], width)
-        hidden = self._forward(pending, (len(ops), width), tokens, caches)
+        hidden = self._forward(pending, (len(ops), width), self._padded([chunk for chunk, _ in chunks], width), caches)
         kept = [caches]
         if not others and width > ops[0].count:
             whole: Sequence[Any] = caches
@@ -317,14 +306,11 @@ class Runner:
                 cache.trim(width - ops[0].count)
         elif others:
             kept = [] if only_pooled(ops[0]) else micro_batch.divide(ops, caches)
-        for row, op in enumerate(ops):
-            if op.pooling is not None or op.prompt_logprobs is not None:
-                self._read(pending, micro_batch, op, hidden[row : row + 1, : op.count])
-        self._judge(pending, hidden, [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids])
+        if self.stage.is_last:
+            self._read(pending, micro_batch, ops, hidden)
         ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
         if ends:
-            last = _at_ends(hidden, ends) if others or width > ops[0].count else hidden[:, -1:]
-            self._sample(pending, last, [op.request_id for _, op in ends])
+            self._sample(pending, _at_ends(hidden, ends), [op.request_id for _, op in ends])
         if self._head:
             dispatch(hidden)  # on each rank of the stage, as its sums take all of them
         if self.drafter is not None:
@@ -334,14 +320,26 @@ class Runner:
         # A chunk without sampling is computed for its KV alone.
         dispatch([cache.state for own in kept for cache in own])
 
-    def _read(self, pending: PendingStep, micro_batch: MicroBatchState, op: PrefillOp, hidden: mx.array) -> None:
-        """Pool a chunk's hidden states [1, L, H] and score its tokens, if requested."""
-        if op.pooling is not None:
-            self._pool(pending, hidden, op)
-        if op.prompt_logprobs is not None and self.stage.is_last:
-            found = score(self.stage, hidden, micro_batch.following(op), op.prompt_logprobs, samples=self._sampler is not None)
-            if self._sampler is not None:
-                pending.scores[op.request_id] = found
+    def _padded(self, rows: Sequence[list[int]], width: int) -> mx.array | None:
+        """Return token ids int32 [rows, width] for the first stage, padded at the end; None on other stages."""
+        return mx.array([row + [0] * (width - len(row)) for row in rows], dtype=mx.int32) if self.stage.is_first else None
+
+    def _read(self, pending: PendingStep, micro_batch: MicroBatchState, ops: list[PrefillOp], hidden: mx.array) -> None:
+        """Compute what chunks request of their hidden states [rows, L, H]: vectors (of all positions for `mean`, else of the
+        prompt's last one), log probabilities of their tokens, and those of labels after their prompts."""
+        for row, op in enumerate(ops):
+            if op.pooling is not None and not op.label_token_ids and (op.last or op.pooling == "mean"):
+                own = slice(op.count) if op.pooling == "mean" else slice(op.count - 1, op.count)
+                if (pooled := self._pooler.take(op, self.stage.final(hidden[row : row + 1, own]))) is not None:
+                    pending.vectors.append((op.request_id, pooled))
+            if op.prompt_logprobs is not None:
+                tokens, states = micro_batch.following(op), hidden[row : row + 1, : op.count]
+                found = score(self.stage, states, tokens, op.prompt_logprobs, samples=self._sampler is not None)
+                if self._sampler is not None:
+                    pending.scores[op.request_id] = found
+        if ends := [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids]:
+            judged = label_logprobs(self.stage.head(_at_ends(hidden, ends))[:, 0], [op.label_token_ids for _, op in ends])
+            pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, judged, strict=True)]
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
         """Sample a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.
@@ -367,19 +365,6 @@ class Runner:
             tokens = self._group.sum(tokens)
         pending.tokens.append(tokens)
         dispatch([tokens, *arrays])
-
-    def _judge(self, pending: PendingStep, hidden: mx.array, ends: list[tuple[int, PrefillOp]]) -> None:
-        """Compute the log probabilities of labels after the prompts that end in these rows of `hidden` [rows, L, H]."""
-        if ends and self.stage.is_last:
-            found = label_logprobs(self.stage.head(_at_ends(hidden, ends))[:, 0], [op.label_token_ids for _, op in ends])
-            pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, found, strict=True)]
-
-    def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
-        """Pool a chunk of a prompt: all of its positions for `mean`, else only the prompt's last one."""
-        if self.stage.is_last and not op.label_token_ids and (op.last or op.pooling == "mean"):
-            states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
-            if (vector := self._pooler.take(op, states)) is not None:
-                pending.vectors.append((op.request_id, vector))
 
     def _choose_rows(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
         """Choose the decoding sequences `ids` (empty: an idle row) for the next forward pass."""
