@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from seeing import seeing_model
 from stages import tiny_stage
-from tandem.checkpoints.resolve import resolve
 from tandem.errors import BatchDesync
-from tandem.loading.stage import StageModel, load_stage
-from tandem.models.description import describe
+from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.protocol.pictures import PictureSpan
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import (
     InsertOp,
@@ -32,7 +25,6 @@ from tandem.protocol.step import (
     batch_fingerprint,
 )
 from tandem.runner.drafter import Drafter
-from tandem.runner.picture_inputs import PictureInputs
 from tandem.runner.runner import Runner
 from tandem.runner.sampler import Sampler
 
@@ -50,9 +42,9 @@ FAMILIES = {
     "gemma3n": {"sliding_window": 8},
 }
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=4 * NEW, temperature=0.0, ignore_eos=True, logprobs=2),
-    "drawn": SamplingParams(max_tokens=4 * NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
-    "penalised": SamplingParams(max_tokens=4 * NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2),
+    "drawn": SamplingParams(max_tokens=NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
+    "penalised": SamplingParams(max_tokens=NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
 }
 
 
@@ -67,31 +59,15 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 class MicroBatch:
     """Follows one micro-batch's sequences as an engine does, with drafts of its own."""
 
-    def __init__(
-        self,
-        stage: StageModel,
-        prompts: dict[str, list[int]],
-        drafts: int,
-        drafter: Drafter | None = None,
-        pictures: PictureInputs | None = None,
-    ) -> None:
-        self.runner = Runner(
-            stage,
-            micro_batches=1,
-            vocab_size=stage.vocab_size,
-            eos_token_ids=(2,),
-            drafts=drafts,
-            drafter=drafter,
-            pictures=pictures,
-        )
-        spans = [PictureSpan("0" * 64, 3, 6, rows=2, columns=3)] if pictures else []
+    def __init__(self, stage: StageModel, prompts: dict[str, list[int]], drafts: int) -> None:
+        self.runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=drafts)
         self.tokens = {name: list(prompt) for name, prompt in prompts.items()}
         self.logprobs: dict[str, list[TokenLogprob]] = {name: [] for name in prompts}
         self.prompts, self.step = prompts, 0
         plan = StepPlan(
             0,
             0,
-            inserts=[InsertOp(name, prompt, len(prompt), PARAMS[name], pictures=spans) for name, prompt in prompts.items()],
+            inserts=[InsertOp(name, prompt, len(prompt), PARAMS[name]) for name, prompt in prompts.items()],
             prefill=[PrefillOp(name, 0, len(prompt), True) for name, prompt in prompts.items()],
             sampling_seeds=dict.fromkeys(prompts, 11),
             fingerprint=batch_fingerprint((name, 0) for name in prompts),
@@ -99,9 +75,7 @@ class MicroBatch:
         self.run(plan)
 
     def run(self, plan: StepPlan) -> StepResult:
-        step = self.runner.execute(plan)
-        self.runner.prepare(step)
-        result = step.finish()
+        result = self.runner.execute(plan).finish()
         rows = {row.request_id: row.tokens for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         given: dict[str, list[int]] = {}
         for name, token in zip(plan.sampled(), result.tokens, strict=True):
@@ -113,33 +87,19 @@ class MicroBatch:
         self.step += 1
         return result
 
-    def decode(
-        self, drafts: dict[str, list[int]] | None = None, ask: int = 0, joins: dict[str, list[int]] | None = None
-    ) -> StepResult:
-        """One step of all sequences; None: from the tokens that the rank holds. `joins`: prompts of others."""
+    def decode(self, drafts: dict[str, list[int]] | None = None) -> StepResult:
+        """One step of all sequences; None: from the tokens that the rank holds."""
         lengths = [(name, len(tokens) - 1) for name, tokens in self.tokens.items()]
         spec = (
             None
             if drafts is None
             else SpecDecodePlan(
-                [SpecDecodeRow(name, length, [self.tokens[name][-1], *drafts.get(name, [])]) for name, length in lengths], ask
+                [SpecDecodeRow(name, length, [self.tokens[name][-1], *drafts.get(name, [])]) for name, length in lengths]
             )
         )
-        joins = joins or {}
-        plan = StepPlan(
-            self.step,
-            0,
-            inserts=[InsertOp(name, prompt, len(prompt), PARAMS[name]) for name, prompt in joins.items()],
-            prefill=[PrefillOp(name, 0, len(prompt), True) for name, prompt in joins.items()],
-            decode=list(self.tokens),
-            sampling_seeds=dict.fromkeys(joins, 11),
-            fingerprint=batch_fingerprint(lengths + [(name, 0) for name in joins]),
-            spec_decode_plan=spec,
+        return self.run(
+            StepPlan(self.step, 0, decode=list(self.tokens), fingerprint=batch_fingerprint(lengths), spec_decode_plan=spec)
         )
-        self.prompts |= joins
-        self.tokens |= {name: list(prompt) for name, prompt in joins.items()}
-        self.logprobs |= {name: [] for name in joins}
-        return self.run(plan)
 
     def outputs(self) -> dict[str, list[int]]:
         return {name: tokens[len(self.prompts[name]) :][:NEW] for name, tokens in self.tokens.items()}
@@ -178,70 +138,6 @@ def test_output_is_that_of_plain_decoding_whatever_the_drafts(stage: StageModel)
         for one, other in zip(micro_batch.logprobs[name][:NEW], plain.logprobs[name], strict=False):
             assert one.token == other.token
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-
-
-def test_a_step_that_is_computed_before_its_plan_is_kept_if_the_plan_is_that_and_else_dropped(
-    stage: StageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if stage.one_by_one:
-        pytest.skip("no draft model")
-    given = {name: prompt for name, prompt in prompts(stage.vocab_size).items() if name != "penalised"}
-    plain = MicroBatch(stage, given, 0)
-    while min(map(len, plain.outputs().values())) < NEW:
-        plain.decode()
-    likeliest, forward, rng, passes = Drafter._likeliest, Runner._forward, random.Random(4), []
-
-    def at_times_wrong(drafter: Drafter, hidden: mx.array) -> mx.array:
-        return likeliest(drafter, hidden) + int(rng.random() < 0.2)
-
-    def noted(runner: Runner, pending: Any, rows: tuple[int, int], *rest: Any) -> mx.array:
-        passes.append(rows)
-        return forward(runner, pending, rows, *rest)
-
-    monkeypatch.setattr(Drafter, "_likeliest", at_times_wrong)
-    monkeypatch.setattr(Runner, "_forward", noted)
-    drafter = Drafter(stage, micro_batches=1, drafts=DRAFTS, vocab_size=stage.vocab_size)
-    micro_batch, steps, drafts = MicroBatch(stage, given, DRAFTS, drafter), 0, dict[str, list[int]]()
-    passes.clear()
-    while min(map(len, micro_batch.outputs().values())) < NEW:
-        if rng.random() < 0.2:  # another plan than was expected: fewer drafts, or none, or other ones
-            drafts = {name: [(token + rng.randint(0, 1)) % 64 for token in tokens[1:]] for name, tokens in drafts.items()}
-        drafts = micro_batch.decode(drafts, ask=rng.randint(1, DRAFTS)).drafts
-        steps += 1
-    assert micro_batch.outputs() == plain.outputs()
-    found = sum(len(tokens) - len(given[name]) for name, tokens in micro_batch.tokens.items())
-    assert 1.05 * steps < len(passes) < 1.5 * steps and found > 2.2 * steps
-
-
-class NoFeatures:
-    """Features of pictures, all 0."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def of(self, ops: Sequence[PrefillOp], _: Any, width: int) -> tuple[mx.array, mx.array]:
-        return mx.zeros((len(ops), width, self.width)), mx.zeros((len(ops), width), mx.bool_)
-
-
-def test_a_prompt_that_joins_beside_a_picture_has_its_own_positions(tmp_path: Path) -> None:
-    files = resolve(str(seeing_model(tmp_path, "qwen3_5")))
-    description = describe(files)
-
-    def outputs(*, ahead: bool) -> dict[str, list[int]]:
-        stage, model = (load_stage(files, description, range(description.num_layers), dtype="float32") for _ in range(2))
-        drafter = Drafter(model, micro_batches=1, drafts=DRAFTS, vocab_size=stage.vocab_size)
-        features: Any = NoFeatures(description.hidden_size * (1 + description.deepstack))
-        pictures = PictureInputs(stage, description, features)
-        micro_batch = MicroBatch(stage, {"greedy": list(range(5, 19))}, DRAFTS, drafter, pictures)
-        if not ahead:
-            micro_batch.runner.prepare = lambda _: None  # type: ignore[method-assign]
-        drafts = micro_batch.decode({}, DRAFTS).drafts
-        drafts = micro_batch.decode(drafts, DRAFTS, {"penalised": list(range(30, 39))}).drafts
-        for _ in range(4):
-            drafts = micro_batch.decode(drafts, DRAFTS).drafts
-        return micro_batch.outputs()
-
-    assert outputs(ahead=True) == outputs(ahead=False)
 
 
 @pytest.fixture(scope="module")

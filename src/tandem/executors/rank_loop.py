@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import mlx.core as mx
 from msgspec import Struct
 
 from tandem.crash_guard import start_thread
@@ -98,9 +97,7 @@ class RankLoop:
                         self._mailbox.put(PictureEncoded(self._rank, plan.key, error))
                 else:
                     self._begun = plan.step_id
-                    self._steps.put(step := runner.execute(plan))
-                    if mx.default_device().type != mx.DeviceType.cpu:  # which computes while the plan is made anyway
-                        runner.prepare(step)
+                    self._steps.put(runner.execute(plan))
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
             self._mailbox.put(error)
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -110,31 +110,10 @@ class Drafted:
     tokens: mx.array
     """int32 [ids, drafts]: draft tokens."""
 
-    def __post_init__(self) -> None:
-        self.outcome = self.tokens + 0
-        """Copy for the thread that waits for results: see PendingStep.outcome."""
-        dispatch(self.outcome)
-
     def values(self) -> dict[str, list[int]]:
         """Return the drafts by request id; wait for the device."""
-        found: list[list[int]] = self.outcome.tolist()  # type: ignore[assignment]
+        found: list[list[int]] = self.tokens.tolist()  # type: ignore[assignment]
         return dict(zip(self.ids, found, strict=True))
-
-
-class PreparedStep(NamedTuple):
-    """Forward pass of a step with drafts, built before its plan arrives."""
-
-    store: KVStore
-    ends: list[SpecDecodeRow]
-    """Rows without their drafts."""
-    drafts: mx.array
-    """int32 [rows, drafts]."""
-    hidden: mx.array
-
-    def rows(self) -> list[SpecDecodeRow]:
-        """Return the rows that it decodes."""
-        drafts: Any = self.drafts.tolist()
-        return [SpecDecodeRow(row.request_id, row.length, row.tokens + own) for row, own in zip(self.ends, drafts, strict=True)]
 
 
 class Drafter:
@@ -257,11 +236,6 @@ class Drafter:
                 self._set_apart(request_id, store)
         return self._guess(store, count) if ready else None
 
-    def ends(self, ids: Iterable[str]) -> list[SpecDecodeRow]:
-        """Return the rows from which these sequences decode next, without drafts."""
-        known = [(one, self._known[one].tokens) for one in ids]
-        return [SpecDecodeRow(one, len(tokens) - 1, tokens[-1:]) for one, tokens in known]
-
     # ---- inside
 
     def _note(self, known: _Known, position: int, hidden: mx.array, row: int, count: int) -> None:
@@ -376,7 +350,9 @@ class Drafter:
             dispatch(guesses[-1])
             hidden = self._forward(guesses[-1][:, None], store.batch(), hidden)
             guesses.append(self._likeliest(hidden))
-        return Drafted(ids, mx.stack(guesses, axis=1))
+        found = mx.stack(guesses, axis=1)
+        dispatch(found)
+        return Drafted(ids, found)
 
     def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int, kv: Any) -> Drafted | None:
         """Guess a block of tokens for each sequence whose states are known, one after another."""
@@ -395,7 +371,9 @@ class Drafter:
             known.held = len(known.tokens)
         if not found:
             return None
-        return Drafted(list(found), mx.concatenate(list(found.values())))
+        tokens = mx.concatenate(list(found.values()))
+        dispatch(tokens)
+        return Drafted(list(found), tokens)
 
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.

@@ -20,7 +20,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from tandem.comm.group import dispatch
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_layers import RowStep
@@ -56,8 +55,6 @@ class KVBufferLayer:
         self._rows = 0
         self._step: RowStep | None = None
         self._written = True
-        self.dispatches = False
-        """True to start computing here in a step of several tokens per row: such steps are not built ahead of the device."""
 
     # ---- called by the model's layer
 
@@ -76,8 +73,6 @@ class KVBufferLayer:
         if self._written or keys.shape[0] != self._rows or keys.shape[2] != step.width:
             raise RuntimeError(f"decode step of {self._rows} x {step.width} got keys {keys.shape} or a second write")
         self._written = True
-        if self.dispatches and step.width > 1:
-            dispatch(keys)
         used = self._span(step.width)
         start = step.longest % self._ring if self._ring else step.longest
         together = step.aligned and not (self._ring and start + step.width > self._ring)
@@ -160,8 +155,7 @@ class KVBufferLayer:
         """Add rows within the capacity: see LayerStore."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
-        count, capacity = self._capacity.rows, self._used(self._capacity.positions)
-        at = index(rows) if len(rows) > 1 else slice(rows[0], rows[0] + 1)
+        count, capacity, at = self._capacity.rows, self._used(self._capacity.positions), index(rows)
         if not self._parts:
             self._parts = [mx.zeros((count, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
         self._rows = max(self._rows, rows[-1] + 1)

@@ -28,8 +28,6 @@ from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep,
 
 _DROPPING = (KVCache, GroupedKVCache, RotatingKVCache, ChunkedKVCache)
 """Classes of single-sequence caches that can drop the last positions of a call of several tokens."""
-EVERY = 4
-"""Layers after which the device starts on a step of several tokens per row, while the host builds the rest."""
 IDLE = 8
 """Rows for which one may be idle."""
 
@@ -129,9 +127,6 @@ class KVStore(Rows):
         self._layers: list[LayerStore] = [
             _layer_store(cache, drafts, attention, 1 + drafts * over_steps) for cache in make_caches()
         ]
-        for layer in self._layers[EVERY - 1 :: EVERY]:
-            if isinstance(layer, KVBufferLayer):
-                layer.dispatches = mx.default_device().type != mx.DeviceType.cpu
         self._shape = KVShape()
         self._allotted: KVShape | None = None
 
@@ -204,12 +199,11 @@ class KVStore(Rows):
         elif self._allotted is None:
             self._resize(kv_shape(self._shape, len(self._ids), max(self._lengths)))
 
-    def batch(self, counts: Sequence[int] | None = None, *, grows: bool = True) -> list[Cache]:
+    def batch(self, counts: Sequence[int] | None = None) -> list[Cache]:
         """Start a decode step over all `rows`. Return one cache per layer, for StageModel.forward on [rows, width].
 
         `counts`: tokens of each row, one by default; the width is their maximum, and shorter rows are padded. Lengths of rows
-        grow by `counts` at once, or with `grows` False by a later call of `grow`; without one the step's tokens are dropped.
-        The forward pass must be built before the next call. Raises ValueError for invalid counts.
+        grow by `counts` at once. The forward pass must be built before the next call. Raises ValueError for invalid counts.
         """
         if not self._ids:
             raise ValueError("a decode step over an empty KV store")
@@ -221,17 +215,8 @@ class KVStore(Rows):
         self._hold(len(self._ids), step.longest + step.width)
         for layer in self._layers:
             layer.begin(step)
-        if grows:
-            self.grow(counts)
-        return [layer.cache for layer in self._layers]
-
-    def grow(self, counts: Sequence[int]) -> None:
-        """Add `counts` to the lengths of the rows."""
         self._lengths = [length and length + count for length, count in zip(self._lengths, counts, strict=True)]
-
-    def has_room(self, width: int) -> bool:
-        """Return True if a step of `width` tokens per row fits into the present capacity."""
-        return self._shape.holds(len(self._ids), max(self._lengths) + width)
+        return [layer.cache for layer in self._layers]
 
     def cut(self, request_id: str, length: int) -> None:
         """Trim a row to its first `length` tokens, dropping rejected drafts of the last steps.

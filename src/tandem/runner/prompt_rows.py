@@ -60,15 +60,12 @@ class PromptRows:
             return only_pooled(op), op.pooling or "", op.start, adapters[op.request_id]
 
         divided: list[list[PrefillOp]] = []
-        positions = 0
         for op in sorted(filter(self._shares, prefill), key=lambda op: (*kind(op), op.count)):
-            positions += op.count
             row = divided[-1] if divided else []
-            if row and kind(row[0]) == kind(op) and self._joins(row, op, positions):
+            if row and kind(row[0]) == kind(op) and self._joins(row, op):
                 row.append(op)
             else:
                 divided.append([op])
-                positions = op.count
         if pads:
             divided = [part for row in divided for part in _in_powers(row)]
         return [[op] for op in prefill if not self._shares(op)] + divided
@@ -76,9 +73,9 @@ class PromptRows:
     def _shares(self, op: PrefillOp) -> bool:
         return self.pooled if only_pooled(op) else op.start + op.count <= self.positions
 
-    def _joins(self, row: Sequence[PrefillOp], op: PrefillOp, positions: int) -> bool:
+    def _joins(self, row: Sequence[PrefillOp], op: PrefillOp) -> bool:
         """Return True if `op`, not shorter than those in `row`, may be computed with them."""
-        rows = len(row) + 1
+        rows, positions = len(row) + 1, sum(one.count for one in row) + op.count
         padded = op.count == row[0].count or self.padded or only_pooled(op)
         return padded and rows * op.count <= PADDING * positions and (not op.start or rows * (op.start + op.count) <= COPIED)
 
@@ -124,8 +121,8 @@ def rows_of(caches: Sequence[Any], rows: Sequence[int], lengths: Sequence[int]) 
 
 def index(rows: Sequence[int]) -> slice | mx.array:
     """Return an index of these rows of an array: a slice if they are adjacent."""
-    adjacent = slice(rows[0], rows[0] + len(rows))
-    return adjacent if list(rows) == list(range(adjacent.stop))[adjacent] else mx.array(list(rows))
+    adjacent = range(rows[0], rows[0] + len(rows))
+    return slice(adjacent.start, adjacent.stop) if list(rows) == list(adjacent) else mx.array(list(rows))
 
 
 def _cut(cache: Any, length: int) -> tuple[Any, ...]:

@@ -24,9 +24,9 @@ from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
-from tandem.runner.drafter import Drafted, Drafter, PreparedStep
+from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
-from tandem.runner.kv_store import KVStore, may_idle
+from tandem.runner.kv_store import may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.picture_inputs import PictureInputs
@@ -150,8 +150,6 @@ class Runner:
         self.drafter = drafter
         """Draft model or head, on the sampling rank; None without one."""
         self._head = head and stage.is_last
-        self._prepared: PreparedStep | None = None
-        """Forward pass built for the next plan; None without one."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -186,9 +184,9 @@ class Runner:
                 self._inbox.drain(plan.step_id)
         if plan.decode:
             self._decode(plan, micro_batch, pending)
-        self._prepared = None
         saves = {op.request_id: op for op in plan.saves}
-        for ops in self._passes(plan, micro_batch):
+        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
+        for ops in self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads):
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
@@ -211,29 +209,6 @@ class Runner:
         pending.prefix_bytes = self._prefixes.nbytes + (self.drafter.prefix_bytes if self.drafter else 0)
         return pending
 
-    def prepare(self, step: PendingStep) -> None:
-        """Start the forward pass that verifies the drafts of `step`, the last one, as the next plan most likely requests it.
-
-        The device then computes while the engine makes that plan. If it is another one, the positions count as rejected drafts.
-        Done on a single rank alone, since the others do not have the tokens.
-        """
-        drafted, drafter, micro_batch = step.drafted, self.drafter, self._micro_batches[0]
-        store, several = micro_batch.store, self._link or self._group or len(self._micro_batches) > 1
-        if drafted is None or drafter is None or several or not isinstance(store, KVStore) or store.rows != drafted.ids:
-            return
-        ends, width = drafter.ends(drafted.ids), 1 + drafted.tokens.shape[1]
-        inserts = [micro_batch.held[one].insert for one in drafted.ids]
-        for row in ends:
-            store.cut(row.request_id, row.length)
-        room = min(one.prompt_len + one.params.max_tokens - row.length for one, row in zip(inserts, ends, strict=True))
-        if width >= room or not store.has_room(width):
-            return
-        tokens = mx.concatenate([mx.array([row.tokens for row in ends], dtype=mx.int32), drafted.tokens], axis=1)
-        self._choose_rows(micro_batch, drafted.ids)
-        hidden = self._forward(step, (len(ends), width), tokens, store.batch([width] * len(ends), grows=False))
-        dispatch(hidden)
-        self._prepared = PreparedStep(store, ends, drafted.tokens, hidden)
-
     def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
         """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
         index = order.adapter.index
@@ -248,7 +223,6 @@ class Runner:
 
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
-        self._prepared = None  # its recurrent states are taken back
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
@@ -291,15 +265,9 @@ class Runner:
         order, width = micro_batch.store.rows, plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens if one else [0] for one in order]
-        counts, tokens = [len(row) for row in fed], None
-        if self._prepared is not None and self._prepared.rows() == [rows.get(one) for one in order]:
-            hidden = self._prepared.hidden
-            self._prepared.store.grow(counts)
-        else:
-            if self.stage.is_first:
-                tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
-            self._choose_rows(micro_batch, order)
-            hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch(counts))
+        self._choose_rows(micro_batch, order)
+        caches = micro_batch.store.batch([len(row) for row in fed])
+        hidden = self._forward(pending, (len(order), width), self._padded(fed, width), caches)
         if self._sampler is not None:
             for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
@@ -320,27 +288,17 @@ class Runner:
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count, self._micro_batches[plan.micro_batch].store)
 
-    def _passes(self, plan: StepPlan, micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
-        """Divide a step's chunks into forward passes, equal on all ranks."""
-        if len(plan.prefill) < 2:
-            return [[op] for op in plan.prefill]
-        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
-        return self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads)
-
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
         chunks = [micro_batch.chunk(op, alone=len(ops) == 1) for op in ops]
         width = self._prompt_rows.width(ops) if pending.plan.pads else max(op.count for op in ops)
-        tokens = None
-        if self.stage.is_first:
-            tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk, _ in chunks], dtype=mx.int32)
         caches, *others = (own for _, own in chunks)
         if others:
             caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
         self._choose_adapters(micro_batch, [op.request_id for op in ops])
         if self.pictures is not None:
             self.pictures.choose_chunks(ops, [micro_batch.held[op.request_id].insert for op in ops], width)
-        hidden = self._forward(pending, (len(ops), width), tokens, caches)
+        hidden = self._forward(pending, (len(ops), width), self._padded([chunk for chunk, _ in chunks], width), caches)
         kept = [caches]
         if not others and width > ops[0].count:
             whole: Sequence[Any] = caches
@@ -348,14 +306,11 @@ class Runner:
                 cache.trim(width - ops[0].count)
         elif others:
             kept = [] if only_pooled(ops[0]) else micro_batch.divide(ops, caches)
-        for row, op in enumerate(ops):
-            if op.pooling is not None or op.prompt_logprobs is not None:
-                self._read(pending, micro_batch, op, hidden[row : row + 1, : op.count])
-        self._judge(pending, hidden, [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids])
+        if self.stage.is_last:
+            self._read(pending, micro_batch, ops, hidden)
         ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
         if ends:
-            last = _at_ends(hidden, ends) if others or width > ops[0].count else hidden[:, -1:]
-            self._sample(pending, last, [op.request_id for _, op in ends])
+            self._sample(pending, _at_ends(hidden, ends), [op.request_id for _, op in ends])
         if self._head:
             dispatch(hidden)  # on each rank of the stage, as its sums take all of them
         if self.drafter is not None:
@@ -365,14 +320,26 @@ class Runner:
         # A chunk without sampling is computed for its KV alone.
         dispatch([cache.state for own in kept for cache in own])
 
-    def _read(self, pending: PendingStep, micro_batch: MicroBatchState, op: PrefillOp, hidden: mx.array) -> None:
-        """Pool a chunk's hidden states [1, L, H] and score its tokens, if requested."""
-        if op.pooling is not None:
-            self._pool(pending, hidden, op)
-        if op.prompt_logprobs is not None and self.stage.is_last:
-            found = score(self.stage, hidden, micro_batch.following(op), op.prompt_logprobs, samples=self._sampler is not None)
-            if self._sampler is not None:
-                pending.scores[op.request_id] = found
+    def _padded(self, rows: Sequence[list[int]], width: int) -> mx.array | None:
+        """Return token ids int32 [rows, width] for the first stage, padded at the end; None on other stages."""
+        return mx.array([row + [0] * (width - len(row)) for row in rows], dtype=mx.int32) if self.stage.is_first else None
+
+    def _read(self, pending: PendingStep, micro_batch: MicroBatchState, ops: list[PrefillOp], hidden: mx.array) -> None:
+        """Compute what chunks request of their hidden states [rows, L, H]: vectors (of all positions for `mean`, else of the
+        prompt's last one), log probabilities of their tokens, and those of labels after their prompts."""
+        for row, op in enumerate(ops):
+            if op.pooling is not None and not op.label_token_ids and (op.last or op.pooling == "mean"):
+                own = slice(op.count) if op.pooling == "mean" else slice(op.count - 1, op.count)
+                if (pooled := self._pooler.take(op, self.stage.final(hidden[row : row + 1, own]))) is not None:
+                    pending.vectors.append((op.request_id, pooled))
+            if op.prompt_logprobs is not None:
+                tokens, states = micro_batch.following(op), hidden[row : row + 1, : op.count]
+                found = score(self.stage, states, tokens, op.prompt_logprobs, samples=self._sampler is not None)
+                if self._sampler is not None:
+                    pending.scores[op.request_id] = found
+        if ends := [(row, op) for row, op in enumerate(ops) if op.last and op.label_token_ids]:
+            judged = label_logprobs(self.stage.head(_at_ends(hidden, ends))[:, 0], [op.label_token_ids for _, op in ends])
+            pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, judged, strict=True)]
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
         """Sample a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.
@@ -398,19 +365,6 @@ class Runner:
             tokens = self._group.sum(tokens)
         pending.tokens.append(tokens)
         dispatch([tokens, *arrays])
-
-    def _judge(self, pending: PendingStep, hidden: mx.array, ends: list[tuple[int, PrefillOp]]) -> None:
-        """Compute the log probabilities of labels after the prompts that end in these rows of `hidden` [rows, L, H]."""
-        if ends and self.stage.is_last:
-            found = label_logprobs(self.stage.head(_at_ends(hidden, ends))[:, 0], [op.label_token_ids for _, op in ends])
-            pending.vectors += [(op.request_id, vector) for (_, op), vector in zip(ends, found, strict=True)]
-
-    def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
-        """Pool a chunk of a prompt: all of its positions for `mean`, else only the prompt's last one."""
-        if self.stage.is_last and not op.label_token_ids and (op.last or op.pooling == "mean"):
-            states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
-            if (vector := self._pooler.take(op, states)) is not None:
-                pending.vectors.append((op.request_id, vector))
 
     def _choose_rows(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
         """Choose the decoding sequences `ids` (empty: an idle row) for the next forward pass."""

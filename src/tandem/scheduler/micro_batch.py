@@ -79,11 +79,6 @@ class MicroBatch:
         """Return the members whose prompt is computed, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.computed >= sequence.target]
 
-    @property
-    def prompts(self) -> bool:
-        """True if some members' prompts are not computed yet."""
-        return any(not sequence.decoding for sequence in self.members.values())
-
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
         """Return the KV positions needed after the next step, with up to `drafts` drafts per row and rows of `extra` lengths
         added."""
@@ -125,19 +120,7 @@ class MicroBatch:
                 sequence.skipped += 1
                 continue
             budget -= count
-            request = sequence.request
-            chunks.append(
-                PrefillOp(
-                    sequence.request_id,
-                    sequence.computed,
-                    count,
-                    last,
-                    request.pooling,
-                    sequence.samples,
-                    request.params.prompt_logprobs if sequence.lacks_logprobs(sequence.computed + count) else None,
-                    request.label_token_ids,
-                )
-            )
+            chunks.append(sequence.prefill(count))
             sequence.skipped = 0
         return chunks
 

@@ -52,23 +52,16 @@ class PromptPace:
         """Return the prompt tokens allowed in the next step, given the running sequences `beside`. `most` if costs are
         unknown or none of them decodes. `plans`: steps with prompts that a sequence waits for between two tokens.
         `doubling`: as in `Limits`; chunks of one prompt take the same time, while those of several fill the stages."""
-        if not doubling:
-            return self._timed(most, beside, plans)
-        members = [*beside]
-        most, prompts = self._timed(most, members, plans), [one for one in members if not one.decoding]
+        members, limit_s, token_s = [*beside], self.limit_s, self.token_s
+        if limit_s is not None and token_s is not None and _streams(members):
+            limit_s /= plans
+            while token_s * self._halved(most) > limit_s * SLACK and self._halved(most) > LEAST:
+                self._halvings += 1
+            while self._halvings and token_s * (most >> (self._halvings - 1)) <= limit_s:
+                self._halvings -= 1
+            most = self._halved(most)
+        prompts = [one for one in members if not one.decoding] if doubling else []
         return even_chunk(most, prompts[0].computed, prompts[0].target, doubling) if len(prompts) == 1 else most
-
-    def _timed(self, most: int, beside: Iterable[Sequence], plans: int) -> int:
-        """Return the tokens of `most` that keep the time limit."""
-        limit_s, token_s = self.limit_s, self.token_s
-        if limit_s is None or token_s is None or not _streams(beside):
-            return most
-        limit_s /= plans
-        while token_s * self._halved(most) > limit_s * SLACK and self._halved(most) > LEAST:
-            self._halvings += 1
-        while self._halvings and token_s * (most >> (self._halvings - 1)) <= limit_s:
-            self._halvings -= 1
-        return self._halved(most)
 
     def embeds(self, beside: Iterable[Sequence]) -> bool:
         """Return True if the next step may contain embedding prompts. Beside decoding streams they get at most half of the
@@ -107,16 +100,11 @@ class PromptPace:
         of several steps are computed at once, by several stages, so that a prompt token costs the time of the slowest.
         """
         tokens = sum(op.count for op in plan.prefill)
-        embeds = any(op.pooling is not None for op in plan.prefill)
+        embeds = _embeds(plan)
         if staged and tokens >= LEAST and busy_s > 0 and not (plan.decode and self._token_s):
             self._token_s = _learnt(self._token_s, busy_s / tokens)
         if plan.decode and now is not None and seconds is not None:
-            self._charge(
-                seconds,
-                embeds
-                or self._embedded_at >= now - seconds
-                or any(op.pooling is not None for one in under_way for op in one.prefill),
-            )
+            self._charge(seconds, embeds or self._embedded_at >= now - seconds or any(map(_embeds, under_way)))
             if tokens >= LEAST and not staged:
                 self._token_s = _learnt(self._token_s, max(seconds - (self._decode_s or 0.0), 0.0) / tokens)
             elif not tokens and not self._disturbed(plan, now - seconds, under_way):
@@ -160,6 +148,10 @@ def even_chunk(most: int, start: int, target: int, doubling: int) -> int:
 
 def _streams(sequences: Iterable[Sequence]) -> bool:
     return any(one.decoding and one.samples for one in sequences)
+
+
+def _embeds(plan: StepPlan) -> bool:
+    return any(op.pooling is not None for op in plan.prefill)
 
 
 def _learnt(old: float | None, now: float) -> float:

@@ -16,7 +16,7 @@ from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.pictures import Picture, hashed
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResult
+from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, PrefillOp, StepResult
 from tandem.speculation.proposers import Proposer
 
 HASHED_AT_ONCE = FIRST_BLOCKS * BLOCK_SIZE
@@ -203,10 +203,6 @@ class Sequence:
         """True if log probabilities of its prompt are requested and not yet sent."""
         return self.request.params.prompt_logprobs is not None and not self.produced
 
-    def lacks_logprobs(self, stop: int) -> bool:
-        """Return True if log probabilities of positions before `stop` are still missing. Replays compute positions again."""
-        return self.scores and stop > sum(map(len, self._prompt_logprobs))
-
     def score(self, start: int, found: PromptLogprobs) -> None:
         """Store log probabilities of the prompt from position `start` on; skip those received before."""
         fresh = found.after(sum(map(len, self._prompt_logprobs)) - start)
@@ -267,6 +263,16 @@ class Sequence:
         if most > 0 and (one := self._around(stop)) is not None:
             stop = one.start if one.start > self.computed else one.stop
         return stop - self.computed
+
+    def prefill(self, count: int) -> PrefillOp:
+        """Return the op of its next chunk, `count` tokens long. Log probabilities that it has are not requested again, though
+        replays compute positions again."""
+        request, stop = self.request, self.computed + count
+        lacks = self.scores and stop > sum(map(len, self._prompt_logprobs))
+        scored, last = request.params.prompt_logprobs if lacks else None, stop == self.target
+        return PrefillOp(
+            self.request_id, self.computed, count, last, request.pooling, self.samples, scored, request.label_token_ids
+        )
 
     def savable(self, points: Iterable[int]) -> list[int]:
         """Return save points; one inside a picture that must not be divided moves to the end of a disk block before it."""
