@@ -13,12 +13,14 @@ import pytest
 import engines
 from engines import settings_of
 from tandem.config.settings import SchedulerSettings, Settings, SpeculationSettings
+from tandem.engine import sizing
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
 from tandem.engine.sizing import MemoryGuard, make_limits
 from tandem.errors import OutOfMemory
 from tandem.executors import assembly, inline
 from tandem.loading.memory import Wired
+from tandem.log import Seldom
 from tandem.protocol.control import Output, Ready, Stepped
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep
@@ -86,7 +88,7 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
     assert limits.prefill_doubling == (6 * 64 if metal else 0), "on CUDA each size of a chunk costs"
 
 
-def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
+def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes(monkeypatch, caplog):
     layout = SimpleNamespace(
         max_context=1 << 20,
         micro_batches=1,
@@ -98,6 +100,11 @@ def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
     assert limits.prefix_extra == 2**22 // 2**18, "positions of the rank that keeps some"
     free = 0.85 * 96 * GIB - 76 * GIB - 32 * 2**22
     assert 0.99 < limits.prefix_tokens * 2**18 / free <= 1, "what the rank with least memory has room for"
+    monkeypatch.setattr(sizing, "seldom", Seldom(sizing.log))
+    for _ in range(2):
+        make_limits(Settings(scheduler=SchedulerSettings(kv_tokens=100)), layout, ranks, shrink=False)
+    [record] = caplog.records
+    assert "takes the memory of at least 48 tokens of KV, and 30 are set aside" in record.getMessage()
 
 
 def test_with_drafts_states_take_twice_their_memory():

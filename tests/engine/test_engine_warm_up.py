@@ -16,7 +16,7 @@ from scheduler_invariants import make_limits
 from tandem import LLM, SamplingParams
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.warm_up import chosen_chunk
+from tandem.engine.warm_up import chosen_chunk, warm_up
 from tandem.executors.executor import Executor, Progress, Report
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import GrammarReady, StepPlan
@@ -126,6 +126,14 @@ def test_the_chunk_of_prompts_is_the_size_that_was_measured_as_fastest(
     executor = Recording(pass_s, gpu=True, memory_bytes=memory)
     limits = _started(long_model, executor, max_batch_size=2, warm_up_seconds=600, **changes).scheduler.limits
     assert limits.prefill_chunk == chosen
+
+
+def test_chunks_that_shrink_over_stages_are_measured_whole(long_model: Path) -> None:
+    executor, wanted = Recording(), settings_of(long_model)
+    limits = make_limits(max_context=8192, kv_tokens=10_000, stages=2, prefill_chunk=512, prefill_doubling=64, max_batch_size=2)
+    _, chunk = warm_up(executor, plan_layout(wanted), limits, 600, 0, [512, 1024, 2048, 256])
+    assert [op.count for plan in executor.plans for op in plan.prefill].count(2048) == 4
+    assert chunk == 512
 
 
 def test_chunks_are_small_enough_to_fill_the_stages() -> None:

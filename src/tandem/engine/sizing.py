@@ -60,10 +60,10 @@ def make_limits(
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     cached_prefix = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
     if 0 < prefix_tokens < cached_prefix + BLOCK_SIZE:
-        log.warning(
-            "prefix cache is off: a cached prefix of this model's states takes as much memory as %d tokens of KV, "
-            "and %d are set aside; raise --kv-tokens or --prefix-cache",
-            cached_prefix,
+        seldom.warning(
+            "prefix cache is off: one cached prefix takes the memory of at least %d tokens of KV, and %d are set aside; "
+            "raise --kv-tokens or --prefix-cache",
+            cached_prefix + BLOCK_SIZE,
             prefix_tokens,
         )
     # An upper bound: as if all layers had the window.

@@ -55,8 +55,8 @@ PAUSE_S = 1.0
 """Gap in seconds between two calls that counts as a pause of the engine itself."""
 SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
 """Slowdown that is reported, seconds that it must last, and minimum seconds between reports."""
-IDLE_S = 10.0
-"""Seconds without a step after which slow steps that were not reported are forgotten."""
+IDLE_S = 1.0
+"""Seconds without a step, fewer than `SLOW_S`, after which slow steps that were not reported are forgotten."""
 
 
 class Workload:
@@ -161,7 +161,10 @@ class _Tempo:
     pace: Pace = field(default_factory=Pace)
     slowness: Slowness = field(default_factory=Slowness)
 
-    def turned(self, now: float) -> bool:
+    def turned(self, now: float, *, idle: bool) -> bool:
+        """Return True when a slowdown starts or ends. `idle`: slow steps that were not reported are forgotten."""
+        if idle and not self.slowness.told:
+            self.pace.recent = self.pace.usual
         return self.slowness.turned(self.pace.slowdown, now)
 
 
@@ -309,8 +312,7 @@ class Watchdog:
         """Return the number of a ping to send to all ranks; None if none is due."""
         if now - self._pinged_at < (IDLE_PING_S if self._loaded and not self._steps else PING_S):
             return None
-        self._pinged_at = now
-        self._number += 1
+        self._pinged_at, self._number = now, self._number + 1
         for rank in self._ranks:
             rank.asked_at = now if rank.asked_at is None else rank.asked_at
         return self._number
@@ -360,10 +362,9 @@ class Watchdog:
 
     def _check_pace(self, now: float) -> None:
         """Log when ranks become slow and when they recover."""
+        idle = not self._steps and now - self._done_at > IDLE_S
         for number, rank in enumerate(self._ranks):
-            if not (self._steps or rank.tempo.slowness.told) and now - self._done_at > IDLE_S:
-                rank.tempo.pace.recent = rank.tempo.pace.usual
-            if rank.tempo.turned(now):
+            if rank.tempo.turned(now, idle=idle):
                 if rank.tempo.slowness.told:
                     log.log(
                         self._level,
@@ -373,7 +374,7 @@ class Watchdog:
                     )
                 else:
                     log.log(self._level, "rank %d is at its usual pace again", number)
-        if (self._tempo.slowness.told or max(self.slowdowns) < SLOW / 2) and self._tempo.turned(now):
+        if (self._tempo.slowness.told or max(self.slowdowns) < SLOW / 2) and self._tempo.turned(now, idle=idle):
             if self._tempo.slowness.told:
                 log.log(
                     self._level,
