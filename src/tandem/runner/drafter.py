@@ -52,6 +52,8 @@ class _Known:
     """Caches of what is read, while the sequence has no row."""
     states: list[tuple[mx.array, int, range]] = field(default_factory=list)
     """Hidden states that a head has not read, from position `held - 1` on: array [B, L, H], row and positions in it."""
+    noted: int = 0
+    """Position after the last of them."""
     ends: mx.array | None = None
     """For a head: the model's hidden states [1, blocks, W] at the last position of each KV block so far."""
 
@@ -63,7 +65,7 @@ class _Known:
     @property
     def pending(self) -> int:
         """Number of states not read."""
-        return sum(len(part) for _, _, part in self.states)
+        return self.noted - self.held + 1 if self.states else 0
 
     def note(self, position: int, states: mx.array, row: int, count: int) -> None:
         """Append `count` states from `position` on. Later ones of rejected drafts are dropped, the oldest above `MOST_STATES`
@@ -75,6 +77,7 @@ class _Known:
         if (kept := max(position - first, 0)) < self.pending:
             self.states = self._take(kept)
         self.states.append((states, row, range(count)))
+        self.noted = position + count
 
     def forget(self) -> None:
         """Drop the oldest states above `MOST_STATES`."""
@@ -174,7 +177,8 @@ class Drafter:
             known = self._known[op.request_id]
             if op.key in self._prefixes and op.length > 1 and known.reads:
                 kept, blocks = self._prefixes[op.key], op.length // BLOCK_SIZE
-                known.held, known.caches, known.ends = op.length, kept.kv.revived(op.length - 1), kept.ends[:, :blocks]
+                known.caches, known.ends = kept.kv.revived(op.length - 1), kept.ends[:, :blocks]
+                known.held = known.noted = op.length
                 known.states = [(kept.ends, 0, range(blocks - 1, blocks))] if op.length == blocks * BLOCK_SIZE else []
         if plan.decode:
             self._asked = plan.spec_decode_plan is not None and plan.spec_decode_plan.ask > 0
@@ -244,9 +248,11 @@ class Drafter:
         hidden = hidden[..., -self._head.width :]
         known.note(position, hidden, row, count)
         blocks = position // BLOCK_SIZE
+        if (first := (blocks + 1) * BLOCK_SIZE - 1 - position) >= count:
+            return
         before = [] if known.ends is None or not blocks else [known.ends[:, :blocks]]
-        ends = hidden[row : row + 1, (blocks + 1) * BLOCK_SIZE - 1 - position : count : BLOCK_SIZE]
-        if ends.shape[1] and sum(one.shape[1] for one in before) == blocks:
+        if sum(one.shape[1] for one in before) == blocks:
+            ends = hidden[row : row + 1, first:count:BLOCK_SIZE]
             known.ends = mx.contiguous(mx.concatenate([*before, ends], axis=1))
             dispatch(known.ends)
 
