@@ -60,7 +60,8 @@ class Sharding:
     lists: Mapping[str, Kind] = field(default_factory=dict)
     """Lists with one module per unit of an axis, and its kind. Weights are loaded whole and the list is cut afterwards."""
     variants: Mapping[str, Sharding] = field(default_factory=dict)
-    """Other rules for layers that have a module or parameter at this path (hybrid models)."""
+    """Other rules for layers that have a module or parameter at this path (hybrid models). Widths and axes are those of the
+    family alone."""
     loose_heads: bool = False
     """Layers differ in query heads per kv head, so head counts are read from each layer."""
     loose_mlp: bool = False
