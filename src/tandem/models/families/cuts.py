@@ -124,9 +124,11 @@ def columns(kind: Kind) -> Cut:
     return Cut("columns", (kind,))
 
 
-def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
-    """Cuts of standard attention at `path`; `out` is the name of its output projection."""
-    return {f"{path}.q_proj": rows("q"), **each(rows("kv"), path, "k_proj", "v_proj"), f"{path}.{out}": columns("q")}
+def attention(path: str = "self_attn", out: str = "o_proj", kinds: tuple[Kind, Kind, Kind] = ("q", "kv", "q")) -> dict[str, Cut]:
+    """Cuts of attention at `path`; `out` is the name of its output projection. `kinds`: of queries, of keys and values, and of
+    the output projection's inputs."""
+    q, kv, inputs = kinds
+    return {f"{path}.q_proj": rows(q), **each(rows(kv), path, "k_proj", "v_proj"), f"{path}.{out}": columns(inputs)}
 
 
 def fused(path: str, qkv: str, out: str, *kinds: Kind) -> dict[str, Cut]:
