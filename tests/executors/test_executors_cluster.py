@@ -14,6 +14,7 @@ from tandem.executors import cluster
 from tandem.executors.cluster import ClusterExecutor
 from tandem.launchers.base import Launcher
 from tandem.protocol.control import Failure, Pong
+from tandem.protocol.pictures import EncodePicture
 from tandem.protocol.step import StepPlan
 
 FULL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
@@ -107,3 +108,15 @@ def test_why_a_rank_ended_is_told_when_it_is_found_gone() -> None:
     with pytest.raises(RankFailure, match="memory is full") as failure:
         executor.submit(StepPlan(0, 0, decode=["a"]))
     assert (failure.value.cause, failure.value.rank) == ("memory", 1)
+
+
+def test_inputs_of_pictures_that_cannot_be_served_are_no_fault_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_port(*_: object) -> None:
+        raise TransportError("127.0.0.1:* cannot be listened on")
+
+    executor = an_executor(1)
+    executor._launcher = cast(Any, SimpleNamespace(bus_host="127.0.0.1"))
+    monkeypatch.setattr(cluster, "BlobServer", no_port)
+    with pytest.raises(RankFailure, match="inputs of pictures cannot be served: .* cannot be listened on") as failure:
+        executor.encode(EncodePicture("0" * 64, [1], b"inputs"))
+    assert not failure.value.blame

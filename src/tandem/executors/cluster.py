@@ -306,7 +306,10 @@ class ClusterExecutor(Executor):
 
     def encode(self, order: EncodePicture) -> None:
         """Send the order to the ranks of the first stage, and serve its inputs beside the bus, where plans would wait."""
-        self._inputs = self._inputs or BlobServer((), self._keys, self._launcher.bus_host)
+        try:
+            self._inputs = self._inputs or BlobServer((), self._keys, self._launcher.bus_host)
+        except TransportError as error:
+            raise RankFailure(f"the inputs of pictures cannot be served: {error}", blame=False) from error
         self._inputs.data, size = {order.key: memoryview(order.inputs)}, len(order.inputs)
         first = [spec for spec in self._specs if spec.layers[0] == 0]
         self.watchdog.encodes(first, time.monotonic())

@@ -15,14 +15,14 @@ from tandem.checkpoints.resolve import download_files, hub_model
 from tandem.checkpoints.stored import demo_path, path_here
 from tandem.errors import RankFailure, TransportError
 from tandem.models.description import describe
-from tandem.models.slice_cache import fetch_files, fetch_slice
+from tandem.models.slice_cache import fetch_files, fetch_slice, read_ranges
 from tandem.models.slices import owned_files
 from tandem.protocol.adapters import LoadAdapter
 from tandem.protocol.blob_messages import Range
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pictures import EncodePicture
-from tandem.transport.blobs import CHUNK, PATIENCE_S, BlobClient, BlobServer
+from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
 
 
 class Head(Struct, frozen=True):
@@ -61,10 +61,8 @@ def obtain_adapter(order: LoadAdapter, keys: ClusterKeys) -> LoadAdapter:
 
 def obtain_inputs(order: EncodePicture, keys: ClusterKeys) -> EncodePicture:
     """Fetch a picture's inputs from the engine's machine; return the order with them. Raises TransportError."""
-    inputs, starts = bytearray(order.size), range(0, order.size, CHUNK)
     with closing(BlobClient(order.endpoint, keys)) as client:
-        for index, part, _ in client.read([Range(order.key, start, min(CHUNK, order.size - start)) for start in starts]):
-            inputs[starts[index] : starts[index] + CHUNK] = part
+        [inputs] = read_ranges(client, [Range(order.key, 0, order.size)])
     return replace(order, inputs=inputs)
 
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.loading.fusion import FusedPart
 from tandem.loading.lora import LoRA, LoRALinear, Rows
-from tandem.loading.shard_modules import Slice, SumOverRanks, TakesSum, at, layer_cutter, put, take
+from tandem.loading.shard_modules import OverRanks, Slice, at, layer_cutter, put, take
 from tandem.loading.weights import load_file
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription
@@ -135,7 +135,7 @@ class Adapters:
 def _place(target: _Target) -> tuple[nn.Module, str, nn.Module]:
     """Return the module of a target as it is now, within what sums over ranks, with its holder and name there."""
     holder, name, module = target.holder, target.name, at(target.holder, target.name)
-    while isinstance(module, SumOverRanks | TakesSum):
+    while isinstance(module, OverRanks):
         holder, name, module = module, "module", module.module
     return holder, name, module
 

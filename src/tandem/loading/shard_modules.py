@@ -56,25 +56,24 @@ class Around(nn.Module):
             return getattr(self["module"], name)
 
 
-class SumOverRanks(Around):
-    """Wrapper of a module with partial sums as output; returns the all-reduced sum."""
+class OverRanks(Around):
+    """Wrapper of a module around which the ranks of a stage all-reduce."""
 
     def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
         super().__init__(module)
         self._tensor_parallel = tensor_parallel
+
+
+class SumOverRanks(OverRanks):
+    """Wrapper of a module with partial sums as output; returns the all-reduced sum."""
 
     def __call__(self, *args: object, **kwargs: object) -> mx.array:
         """Return the module's outputs [B, L, H], summed over the ranks."""
         return self._tensor_parallel.sum(self.module(*args, **kwargs))
 
 
-class TakesSum(nn.Module):
+class TakesSum(OverRanks):
     """Wrapper of a module with partial sums as input; passes it the all-reduced sum."""
-
-    def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
-        super().__init__()
-        self.module = module
-        self._tensor_parallel = tensor_parallel
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the module's outputs for inputs [B, L, W] summed over the ranks."""

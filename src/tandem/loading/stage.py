@@ -5,8 +5,7 @@ Chained stages compute bit for bit what mlx-lm's own model computes in one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache, GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
+    Around,
     Cutter,
     EmbeddingAsHead,
     SharedHead,
@@ -151,17 +151,13 @@ class StageModel:
         for i in self.layers:
             self._pipeline_model.put_layer(i, replaced(i, self._pipeline_model.layers[i]))
 
-    @contextmanager
-    def embedded(self, features: mx.array, taken: mx.array) -> Iterator[None]:
-        """Give the positions where `taken` [B, L] is true `features` [B, L, H] in place of their tokens' embeddings, in the
-        next `forward`. First stage only."""
+    def take_features(self, chosen: Callable[[], tuple[mx.array, mx.array] | None]) -> None:
+        """Let features stand in place of tokens' embeddings. First stage only.
+
+        `chosen` returns those of the pass [B, L, H or more], and where they stand: bool [B, L]; None if there are none.
+        """
         model, path = self._pipeline_model.model, _embedding(self.modules)
-        whole = at(model, path)
-        put(model, path, _WithFeatures(whole, features, taken))
-        try:
-            yield
-        finally:
-            put(model, path, whole)
+        put(model, path, _WithFeatures(at(model, path), chosen))
 
     def final(self, h: mx.array) -> mx.array:
         """Return hidden states [B, L, H] after the final norm, the head's input. Last stage only."""
@@ -275,16 +271,19 @@ class StageModel:
         return deepcopy(self._pipeline_model.made)
 
 
-class _WithFeatures(nn.Module):
-    """Embedding in which features of pictures stand at some positions."""
+class _WithFeatures(Around):
+    """Embedding in which the features that `chosen` returns stand at their positions."""
 
-    def __init__(self, embedding: nn.Module, features: mx.array, taken: mx.array) -> None:
-        super().__init__()
-        self._embedding, self._features, self._taken = embedding, features, taken
+    def __init__(self, embedding: nn.Module, chosen: Callable[[], tuple[mx.array, mx.array] | None]) -> None:
+        super().__init__(embedding)
+        self._chosen = chosen
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        found: mx.array = self._embedding(tokens)
-        return mx.where(self._taken[..., None], self._features.astype(found.dtype), found)
+        embedded: mx.array = self.module(tokens)
+        if (chosen := self._chosen()) is None:
+            return embedded
+        features, taken = chosen
+        return mx.where(taken[..., None], features[..., : embedded.shape[-1]].astype(embedded.dtype), embedded)
 
 
 def load_stage(

@@ -119,7 +119,7 @@ def _fetch_whole(source: Source, files: Sequence[BlobFile], root: Path) -> None:
             status = (root / file.name).stat()
             if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
                 continue
-        data = _read(source, [(file.name, 0, file.size)])[0]
+        data = read_ranges(source, [Range(file.name, 0, file.size)])[0]
         _write(root / file.name, data, file.mtime_ns)
 
 
@@ -127,30 +127,28 @@ def _fetch_headers(source: Source, weights: Sequence[BlobFile], directory: Path)
     missing = [file.name for file in weights if not (directory / file.name).is_file()]
     if not missing:
         return
-    starts = _read(source, [(name, 0, 8) for name in missing])
+    starts = read_ranges(source, [Range(name, 0, 8) for name in missing])
     try:
-        lengths = [header_length(start) for start in starts]
+        lengths = [header_length(bytes(start)) for start in starts]
     except ValueError as error:
         raise BrokenModel(f"a weight file {error}") from error
-    rests = _read(source, [(name, 8, length - 8) for name, length in zip(missing, lengths, strict=True)])
+    rests = read_ranges(source, [Range(name, 8, length - 8) for name, length in zip(missing, lengths, strict=True)])
     for name, start, rest in zip(missing, starts, rests, strict=True):
         _write(directory / name, start + rest)
 
 
-def _read(source: Source, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    """Return the bytes of each range (name, offset, length); long ranges are read in several chunks."""
-    spans = [Span(name, offset, length, index) for index, (name, offset, length) in enumerate(wanted)]
-    pieces = [(span.target, piece) for span in spans for piece in chunks([span], CHUNK)]
-    found: dict[int, bytes] = {}
-    for index, data, _ in source.read([Range(piece.file, piece.start, piece.length) for _, piece in pieces]):
-        found[index] = bytes(data)
-    whole = [bytearray() for _ in wanted]
-    for index, (target, _) in enumerate(pieces):
-        whole[target] += found[index]
-    return [bytes(data) for data in whole]
+def read_ranges(source: Source, wanted: Sequence[Range]) -> list[bytearray]:
+    """Return the bytes of each range; long ranges are read in several chunks. Raises the source's errors."""
+    whole = [bytearray(one.length) for one in wanted]
+    places = [(one, data, at) for one, data in zip(wanted, whole, strict=True) for at in range(0, one.length, CHUNK)]
+    ranges = [Range(one.name, one.offset + at, min(CHUNK, one.length - at)) for one, _, at in places]
+    for index, part, _ in source.read(ranges):
+        _, data, at = places[index]
+        data[at : at + CHUNK] = part
+    return whole
 
 
-def _write(path: Path, data: bytes, mtime_ns: int | None = None) -> None:
+def _write(path: Path, data: bytearray, mtime_ns: int | None = None) -> None:
     handle, scratch = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -7,7 +7,6 @@ All of it is data of one pass. Later stages get features for their layers beside
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +33,7 @@ class PictureInputs:
         self._stage, self._description, self.features = stage, description, features
         self._deep = range(stage.layers.start, description.deepstack)
         self._found: tuple[mx.array, mx.array] | None = None
+        """Features [B, L, H + layers * H], and where they take the place of embeddings: bool [B, L]. None without any."""
         self.positions: mx.array | None = None
         """int32 [B]: what pictures add to each row's positions; or the positions [3, B, L]. None without pictures."""
         self.offset: int | mx.array | None = None
@@ -46,6 +46,8 @@ class PictureInputs:
         """Elements per position that the stage receives beside the payload in the next pass."""
         self._alike: mx.array | None = None
         """bool [B, 1, L, L]: positions of one picture, which attend to each other in both directions. None if none do."""
+        if features is not None:
+            stage.take_features(lambda: self._found)
         if description.mrope_section:
             stage.replace_layers(self._replaced)
 
@@ -82,15 +84,13 @@ class PictureInputs:
         width = self._description.hidden_size
         if self.extra:
             x, self.added = x[..., : -self.extra], x[..., -self.extra :]
-        embedded: Any = nullcontext()
         if self._found is not None:
             features, taken = self._found
-            embedded, self.added = self._stage.embedded(features[..., :width], taken), features[..., width:]
+            self.added = features[..., width:]
             x = mx.where(taken, 0, x)  # gemma4's inputs by layer are those of padding there
         if self._alike is not None and not isinstance(caches, Apart):
             caches = [MaskedCache(cache, partial(_joined, self._alike), return_array=True) for cache in caches]
-        with embedded:
-            h = self._stage.forward(x, caches)
+        h = self._stage.forward(x, caches)
         if self.added is not None and (rest := self._description.deepstack - self._stage.layers.stop) > 0:
             h = mx.concatenate([h, self.added[..., -rest * width :].astype(h.dtype)], axis=-1)
         self._found = self.positions = self.added = self._alike = None

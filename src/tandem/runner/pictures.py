@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
@@ -144,8 +144,7 @@ class PictureFeatures:
 
     def __init__(self, load: Callable[[], Encoder], process: EncoderProcess | None = None) -> None:
         """Store how to `load` the encoder, which is done at the first picture; or the `process` that encodes instead."""
-        self._load, self._process = load, process
-        self._encoder: Encoder | None = None
+        self._encoder, self._process = cache(load), process
         self._held: dict[str, Any] = {}
         """Arrays by key, as `Encoder.encode` returns them."""
 
@@ -158,8 +157,7 @@ class PictureFeatures:
             start_thread(partial(self._process.encode, order, self._held, report), name="encoder")
             return None
         try:
-            self._encoder = self._encoder or self._load()
-            self._held[order.key] = self._encoder.encode(order.tokens, order.inputs)
+            self._held[order.key] = self._encoder().encode(order.tokens, order.inputs)
         except UsageError as error:
             return str(error)
         except (*FAILURES, *MLX_ERRORS, SafetensorError) as error:

@@ -60,7 +60,8 @@ class Sharding:
     lists: Mapping[str, Kind] = field(default_factory=dict)
     """Lists with one module per unit of an axis, and its kind. Weights are loaded whole and the list is cut afterwards."""
     variants: Mapping[str, Sharding] = field(default_factory=dict)
-    """Other rules for layers that have a module or parameter at this path (hybrid models)."""
+    """Other rules for layers that have a module or parameter at this path (hybrid models). Widths and axes are those of the
+    family alone."""
     loose_heads: bool = False
     """Layers differ in query heads per kv head, so head counts are read from each layer."""
     loose_mlp: bool = False
@@ -123,9 +124,11 @@ def columns(kind: Kind) -> Cut:
     return Cut("columns", (kind,))
 
 
-def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
-    """Cuts of standard attention at `path`; `out` is the name of its output projection."""
-    return {f"{path}.q_proj": rows("q"), **each(rows("kv"), path, "k_proj", "v_proj"), f"{path}.{out}": columns("q")}
+def attention(path: str = "self_attn", out: str = "o_proj", kinds: tuple[Kind, Kind, Kind] = ("q", "kv", "q")) -> dict[str, Cut]:
+    """Cuts of attention at `path`; `out` is the name of its output projection. `kinds`: of queries, of keys and values, and of
+    the output projection's inputs."""
+    q, kv, inputs = kinds
+    return {f"{path}.q_proj": rows(q), **each(rows(kv), path, "k_proj", "v_proj"), f"{path}.{out}": columns(inputs)}
 
 
 def fused(path: str, qkv: str, out: str, *kinds: Kind) -> dict[str, Cut]:

@@ -5,29 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.checkpoints.config import section
-from tandem.json_types import JsonMapping
 from tandem.models.families.axes import half_width, number, one_width
-from tandem.models.families.cuts import Sharding, attention, each, experts, fused, glu, rows, two
+from tandem.models.families.cuts import Sharding, attention, experts, fused, glu, two
 
 _HEADS = ("q", "q", "q")
-"""Fused query, key and value projection of multi-head attention (as many kv heads as query heads)."""
-
-
-def _lille_width(config: JsonMapping) -> int:
-    return 256 * round(int(8 * number(config, "n_embd") / 3) / 256)
-
-
-def _dbrx_width(config: JsonMapping) -> int:
-    return number(section(config, "ffn_config"), "ffn_hidden_size")
-
-
-def _hunyuan_experts(config: JsonMapping) -> int:
-    return one_width(config, "moe_intermediate_size", "intermediate_size")
-
-
-def _hunyuan_shared(config: JsonMapping) -> int:
-    return number(config, "intermediate_size") * one_width(config, "num_shared_expert")
-
+"""Kinds of multi-head attention (as many kv heads as query heads)."""
 
 GPT2 = Sharding(
     cuts=fused("attn", "c_attn", "c_proj", *_HEADS) | two("c_fc", "c_proj"),
@@ -42,11 +24,7 @@ BIGCODE = replace(
     mlp=("n_inner",),
     counts={"attn.dim": ("q",), "attn.kv_dim": ("kv",)},
 )
-GPTJ = replace(
-    GPT2,
-    cuts=attention("attn", out="out_proj") | each(rows("q"), "attn", "k_proj", "v_proj") | two("fc_in", "fc_out"),
-    whole=frozenset({"ln_1"}),
-)
+GPTJ = replace(GPT2, cuts=attention("attn", "out_proj", _HEADS) | two("fc_in", "fc_out"), whole=frozenset({"ln_1"}))
 QWEN1 = replace(
     GPT2, cuts=fused("attn", "c_attn", "c_proj", *_HEADS) | glu("mlp", gate="w1", up="w2", down="c_proj"), mlp=half_width
 )
@@ -62,22 +40,22 @@ LILLE = Sharding(
     cuts=fused("attention", "qkv_proj", "out_proj") | glu("feed_forward"),
     sums=("attention", "feed_forward"),
     attention="attention",
-    mlp=_lille_width,
+    mlp=lambda config: 256 * round(int(8 * number(config, "n_embd") / 3) / 256),
 )
 DBRX = Sharding(
     cuts=fused("norm_attn_norm.attn", "Wqkv", "out_proj") | glu("ffn.experts.*", gate="w1", up="v1", down="w2"),
     sums=("norm_attn_norm.attn", "ffn"),
     attention="norm_attn_norm.attn",
     whole=frozenset({"ffn.router.layer"}),
-    mlp=_dbrx_width,
+    mlp=lambda config: number(section(config, "ffn_config"), "ffn_hidden_size"),
     counts={"norm_attn_norm.attn.d_model": ("q",)},
 )
 HUNYUAN = Sharding(
     cuts=attention() | glu() | experts(shared="shared_mlp"),
     sums=("self_attn.o_proj", "mlp"),
     whole=frozenset({"mlp.gate.wg"}),
-    experts=_hunyuan_experts,
-    shared=_hunyuan_shared,
+    experts=lambda config: one_width(config, "moe_intermediate_size", "intermediate_size"),
+    shared=lambda config: number(config, "intermediate_size") * one_width(config, "num_shared_expert"),
 )
 """Rules of Hunyuan. Only `o_proj` is summed, since its attention also returns keys and values for the next layer."""
 EXAONE = Sharding(

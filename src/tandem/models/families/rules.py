@@ -121,9 +121,7 @@ LONGCAT = Sharding(
 )
 M3_DENSE = Sharding(
     cuts={
-        **each(rows("indexed_kv"), "self_attn", "k_proj", "v_proj"),
-        "self_attn.q_proj": rows("indexed_q"),
-        "self_attn.o_proj": columns("indexed_q"),
+        **attention(kinds=("indexed_q", "indexed_kv", "indexed_q")),
         "self_attn.index_q_proj": rows("index"),
         **glu(),
         **experts("block_sparse_moe"),
@@ -138,11 +136,7 @@ M3_DENSE = Sharding(
 MINIMAX_M3 = replace(
     M3_DENSE, variants={"self_attn.index_q_proj": replace(M3_DENSE, counts={"self_attn.index_n_heads": ("index_heads",)})}
 )
-MIXED = {
-    **each(rows("mixed_kv"), "self_attn", "k_proj", "v_proj"),
-    "self_attn.q_proj": rows("mixed_q"),
-    "self_attn.o_proj": columns("mixed_out"),
-}
+MIXED = attention(kinds=("mixed_q", "mixed_kv", "mixed_out"))
 GEMMA4 = Sharding(
     cuts={**MIXED, **glu(), **glu("experts.switch_glu", "experts")},
     sums=("self_attn.o_proj", "mlp", "experts"),

@@ -65,26 +65,37 @@ KIMI_LATENT = Sharding(
     shared=("moe_intermediate_size", "num_shared_experts"),
     axes=axes.kimi_delta,
 )
+
+
+def kimi_delta(base: Sharding, path: str, gates: tuple[str, str], convolution: str, width: str) -> Sharding:
+    """Return `base` with the rules of Kimi Delta Attention at `path`. `convolution`: name of that of q, in which k and v have
+    their letter; `width`: the attribute with the width of all heads."""
+    convolutions = [convolution.replace("q", name, 1) for name in "qkv"]
+    return replace(
+        base,
+        cuts={
+            **KIMI_MOE,
+            **each(rows("delta_width"), path, "q_proj", "k_proj", "v_proj", *gates, "dt_bias"),
+            **each(first("delta_width"), path, *convolutions),
+            **each(rows("delta_heads"), path, "b_proj", "A_log"),
+            f"{path}.o_proj": columns("delta_width"),
+        },
+        attention="",
+        counts={
+            f"{path}.num_heads": ("delta_heads",),
+            **each(("delta_width",), path, width, *(f"{name}.groups" for name in convolutions)),
+        },
+    )
+
+
+_KIMI_DELTA = kimi_delta(KIMI_LATENT, "self_attn", ("f_b_proj", "g_b_proj"), "q_conv.conv", "projection_dim")
 KIMI_LINEAR = replace(
     KIMI_LATENT,
     variants={
         "self_attn.q_conv": replace(
-            KIMI_LATENT,
-            cuts={
-                **KIMI_MOE,
-                **each(rows("delta_width"), "self_attn", "q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj", "dt_bias"),
-                **each(first("delta_width"), "self_attn", "q_conv.conv", "k_conv.conv", "v_conv.conv"),
-                "self_attn.b_proj": rows("delta_heads"),
-                "self_attn.A_log": Cut("heads", ("delta_heads",)),
-                "self_attn.o_proj": columns("delta_width"),
-            },
+            _KIMI_DELTA,
+            cuts={**_KIMI_DELTA.cuts, "self_attn.A_log": Cut("heads", ("delta_heads",))},
             whole=KIMI_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
-            attention="",
-            counts={
-                "self_attn.num_heads": ("delta_heads",),
-                "self_attn.projection_dim": ("delta_width",),
-                **{f"self_attn.{name}_conv.conv.groups": ("delta_width",) for name in ("q", "k", "v")},
-            },
         )
     },
 )
@@ -153,7 +164,7 @@ NEMOTRON_H = Sharding(
     experts=rules.EXPERT,
     shared=("moe_shared_expert_intermediate_size",),
     axes=axes.grouped_ssm,
-    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=axes.grouped_ssm)},
+    variants={"mixer.in_proj": replace(MIXER, norms={})},
 )
 JAMBA = Sharding(
     cuts={
@@ -304,25 +315,7 @@ LING_LATENT = replace(
 LING_DELTA = replace(
     LING_LATENT,
     axes=axes.ling_delta,
-    variants={
-        "attention.q_conv1d": replace(
-            LING,
-            cuts={
-                **LING.cuts,
-                **each(rows("delta_width"), "attention", "q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "dt_bias"),
-                **each(first("delta_width"), "attention", "q_conv1d", "k_conv1d", "v_conv1d"),
-                **each(rows("delta_heads"), "attention", "b_proj", "A_log"),
-                "attention.o_proj": columns("delta_width"),
-            },
-            attention="",
-            axes=axes.ling_delta,
-            counts={
-                "attention.num_heads": ("delta_heads",),
-                "attention.projection_size": ("delta_width",),
-                **{f"attention.{name}_conv1d.groups": ("delta_width",) for name in "qkv"},
-            },
-        )
-    },
+    variants={"attention.q_conv1d": kimi_delta(LING, "attention", ("f_proj", "g_proj"), "q_conv1d", "projection_size")},
 )
 LIGHTNING = {
     "attention.g_norm": replace(
@@ -335,7 +328,6 @@ LIGHTNING = {
             "attention.dense": columns("lightning"),
         },
         attention="",
-        axes=axes.lightning,
         counts={
             **each(("lightning_heads",), "attention", "num_attention_heads", "num_key_value_heads"),
             "attention.g_norm.groups": ("lightning_groups",),

@@ -137,7 +137,8 @@ def load_head(kind: str, files: ModelFiles, target: ModelFiles, stage: StageMode
     """
     model = describe(target)
     head = read_head(kind, files, model)
-    built, stored = _build(files, head), _stored(files)
+    built = _build(files, head)
+    stored = {name: array for path in weight_files(files.path) for name, array in load_file(path).items()}
     if kind == "eagle3":
         stored = {part_name(name): array for name, array in stored.items()}
     kept, weights = stored.pop("t2d", mx.ones(model.vocab_size)), built.sanitize(stored)
@@ -170,11 +171,6 @@ def load_head(kind: str, files: ModelFiles, target: ModelFiles, stage: StageMode
             why = f"--draft-model {files.name}: does not fit the model's keys and values ({one_line(error)}); name another head"
             raise BrokenModel(why, param="draft_model") from error
     return made
-
-
-def _stored(files: ModelFiles) -> Weights:
-    """Return all weights in the files of a head."""
-    return {name: array for path in weight_files(files.path) for name, array in load_file(path).items()}
 
 
 def _load_parts(files: ModelFiles, built: Any, weights: Weights, stage: StageModel) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Mapping, Sequence
 from secrets import token_hex
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from msgspec.structs import replace
@@ -57,25 +57,14 @@ class RequestTexts:
 
         Raises RequestError naming `param`.
         """
-        context = self.status.max_context
+        options: Any = {"context": self.status.max_context, "param": param, "special": special, "closed": closed}
         for text in texts:
-            check_bytes(self.tokenizer, text, context, param)
+            check_bytes(self.tokenizer, text, self.status.max_context, param)
         size = sum(map(len, texts))
         if size > LARGE_BODY:
-            task = {
-                "model": self._loaded.described(self.status),
-                "texts": list(texts),
-                "context": context,
-                "param": param,
-                "special": special,
-                "closed": closed,
-            }
+            task = {"model": self._loaded.described(self.status), "texts": list(texts), **options}
             return [_ids(packed) for packed in await self.ask("encode", task, list[bytes], prepare="load")]
-
-        def encode() -> list[list[int]]:
-            return [encode_fitting(self.tokenizer, text, context, param, special=special, closed=closed) for text in texts]
-
-        return await self._here(size, encode)
+        return await self._here(size, lambda: [encode_fitting(self.tokenizer, text, **options) for text in texts])
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
@@ -119,8 +108,7 @@ class RequestTexts:
         task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
         packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
-        if pictures:
-            self._loaded.keep(dict(zip(keys, prepared, strict=True)))
+        self._loaded.keep(dict(zip(keys, prepared, strict=True)))
         whole = (replace(picture, inputs=one.picture.inputs) for picture, one in zip(seen, prepared, strict=True))
         return Rendered(_ids(packed), end, tuple(whole))
 

@@ -67,8 +67,8 @@ class Texts:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
-        self._source: str | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizers: dict[str, Tokenizer] = {}
+        """The last tokenizer that was loaded, by its model's directory."""
         self._grammars: tuple[Tokenizer, GrammarCheck] | None = None
         self._lock = asyncio.Lock()
         self.prepared: dict[PictureKey, Prepared] = {}
@@ -85,19 +85,18 @@ class Texts:
 
     def ready(self, status: EngineStatus) -> bool:
         """Return whether the tokenizer of this engine's model is loaded."""
-        return self._tokenizer is not None and self._source == status.source
+        return status.source in self._tokenizers
 
     async def tokenizer(self, status: EngineStatus) -> Tokenizer:
         """Return the tokenizer of the engine's model, loading it if needed. Raises UnavailableError."""
-        if self._tokenizer is not None and self._source == status.source:
-            return self._tokenizer
+        if (loaded := self._tokenizers.get(status.source)) is not None:
+            return loaded
         if not status.source:
             raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
         async with self._lock:
-            if self._tokenizer is None or self._source != status.source:
-                self._tokenizer = await asyncio.to_thread(self._load, status)
-                self._source = status.source
-            return self._tokenizer
+            if status.source not in self._tokenizers:
+                self._tokenizers = {status.source: await asyncio.to_thread(self._load, status)}
+            return self._tokenizers[status.source]
 
     def grammars(self, tokenizer: Tokenizer) -> GrammarCheck:
         """Return the grammar checker for `tokenizer`."""

@@ -57,11 +57,8 @@ class FairSemaphore:
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif self._running[group] > 1:
-                self._running[group] -= 1
-                self._free += 1
             else:
-                del self._running[group]
+                self._running -= Counter([group])
                 self._free += 1
             self._grant()
 
