@@ -30,11 +30,25 @@ from tandem.models.quantization import NGRAM_TABLE, loaded_bytes, read_quantizat
 from tandem.models.sources import has_mlx_vlm
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_EMBEDDINGS = frozenset((
-    "embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "embed_in", "embeddings", "ngram_embeddings",
-    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "embed", "embedding",
-    "token_embeddings", "altup_projections",
-))  # fmt: skip
+_EMBEDDINGS = frozenset(
+    (
+        "embed_tokens",
+        "wte",
+        "wpe",
+        "tok_embeddings",
+        "word_embeddings",
+        "embed_in",
+        "embeddings",
+        "ngram_embeddings",
+        "embed_tokens_per_layer",
+        "per_layer_model_projection",
+        "per_layer_projection_norm",
+        "embed",
+        "embedding",
+        "token_embeddings",
+        "altup_projections",
+    )
+)
 """Modules that only the first stage needs, unless the head is tied."""
 _HEADS = frozenset(("lm_head", "output", "embed_out"))
 _PREDICTORS = frozenset(("mtp", "mtp_layers", "nextn"))
@@ -45,9 +59,17 @@ _OTHER_SENSES = re.compile(
 """Vision and audio tensors, which mlx-lm does not load."""
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _CONTEXT_KEYS = (
-    "max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length", "n_ctx", "max_seq_len",
-    "context_length", "block_size", "max_context_length",
-)  # fmt: skip
+    "max_position_embeddings",
+    "max_sequence_length",
+    "seq_length",
+    "n_positions",
+    "model_max_length",
+    "n_ctx",
+    "max_seq_len",
+    "context_length",
+    "block_size",
+    "max_context_length",
+)
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "model_dim")
 _HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_query_heads", "num_heads")

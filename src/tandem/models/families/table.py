@@ -58,13 +58,26 @@ _NESTED = "language_model.model.layers"
 _MLX_VLM = partial(Family, source="mlx_vlm", layers=_NESTED)
 _STREAMS = partial(_MLX_VLM, streams="hc_mult", defaults={"hc_mult": 4})
 _GEMMA3 = {
-    "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-    "intermediate_size": 6912, "vocab_size": 262144, "max_position_embeddings": 32768,
-}  # fmt: skip
+    "hidden_size": 1152,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+}
 _GPT_OSS = {
-    "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "intermediate_size": 2880, "num_local_experts": 128, "vocab_size": 201088, "max_position_embeddings": 131072,
-}  # fmt: skip
+    "hidden_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _EVERY_FOURTH = {"full_attention_interval": 4}
 _GEMMA4 = {"head_dim": 256, "num_key_value_heads": 1}
