@@ -136,9 +136,10 @@ def _runs(layout: RankGroupLayout, limits: Limits, sizes: Sequence[int]) -> Iter
         yield "steps with drafts", forced, requests(1, PROMPT, new, [GREEDY])
     for rows, width in _shapes(limits) if limits.pads_prompts else ():
         yield "prompts of all widths", limits, requests(rows * limits.micro_batches, min(width, longest - 1), 1, [GREEDY])
-    for size in [one for one in (*sizes, *sizes) if 2 * one < longest and len(sizes) > 1]:  # the first time of a shape compiles
-        whole = replace(limits, prefill_chunk=size, prefill_doubling=0)  # two chunks of that size
-        yield f"chunks of {size} tokens", whole, requests(1, 2 * size, 1, [GREEDY])
+    for size in (*sizes, *sizes):  # the first time of a shape compiles
+        if len(sizes) > 1 and 2 * size < longest:
+            whole = replace(limits, prefill_chunk=size, prefill_doubling=0)  # two chunks of that size
+            yield f"chunks of {size} tokens", whole, requests(1, 2 * size, 1, [GREEDY])
     if not pooling and (layout.files.path / "tokenizer.json").exists():
         yield "grammars", limits, requests(1, PROMPT, NEW_TOKENS, [GRAMMAR])
 

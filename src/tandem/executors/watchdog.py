@@ -312,7 +312,8 @@ class Watchdog:
         """Return the number of a ping to send to all ranks; None if none is due."""
         if now - self._pinged_at < (IDLE_PING_S if self._loaded and not self._steps else PING_S):
             return None
-        self._pinged_at, self._number = now, self._number + 1
+        self._pinged_at = now
+        self._number += 1
         for rank in self._ranks:
             rank.asked_at = now if rank.asked_at is None else rank.asked_at
         return self._number
