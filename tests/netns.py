@@ -73,6 +73,13 @@ def has_netem() -> bool:
     return subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True).returncode == 0
 
 
+def share_kernels(temporary: Path) -> None:
+    """Let MLX find in this TMPDIR the kernels that it has compiled for a CPU before: each costs seconds of g++."""
+    kernels = Path(tempfile.gettempdir()) / "mlx"
+    kernels.mkdir(exist_ok=True)
+    (temporary / "mlx").symlink_to(kernels)
+
+
 def sh(*words: str) -> str:
     """Run a command of the system; its output. Fails with what it said."""
     done = subprocess.run(words, capture_output=True, text=True, env={"PATH": PATHS})
@@ -154,6 +161,7 @@ class Machines:
         namespace, home = f"{self.switch}-{name}", self._base / name
         for path in (home / ".ssh", home / "run", home / "tmp"):
             path.mkdir(parents=True, mode=0o700)
+        share_kernels(home / "tmp")
         sh("ip", "netns", "add", namespace)
         sh("ip", "-n", self.switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         sh("ip", "-n", self.switch, "link", "set", name, "master", "br0", "up")
@@ -233,7 +241,7 @@ class Machines:
     def without_tandem(self, name: str) -> tuple[Path, Path]:
         """Leave machine `name` a virtual environment with all but Tandem; its interpreter and its site-packages."""
         home = self[name].home
-        subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True, timeout=240)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home / "env")], check=True, timeout=240)
         # What Tandem needs is there already, as a machine without a network has to have it.
         [site] = (home / "env" / "lib").glob("python3*/site-packages")
         (site / "rest.pth").write_text("".join(f"{one}\n" for one in sys.path if one.endswith("site-packages")))

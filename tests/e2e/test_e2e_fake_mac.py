@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from macs import TOOLS, answers, mac_environment
+from netns import share_kernels
 from pids import gone
 from served import wait_until
 from tandem.testing import tiny_model
@@ -43,6 +44,7 @@ class Mac:
         home, temporary = directory / "a home", directory / "T" / ("zyxvpxvq6csfxvn_n" + "0" * 13) / "T"
         for one in (home, temporary):
             one.mkdir(parents=True)
+        share_kernels(temporary)
         whole = mac_environment(self.said, HOME=str(home), TMPDIR=str(temporary))
         names = ("PATH", "PYTHONPATH", "FAKE_MAC", "HOME", "TMPDIR", "OPENBLAS_NUM_THREADS")
         self.environment = {name: whole[name] for name in names}  # as with `env -i`

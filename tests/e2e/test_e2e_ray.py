@@ -22,6 +22,7 @@ import psutil
 import pytest
 from openai import OpenAI, OpenAIError
 
+from netns import share_kernels
 from served import READY, wait_until
 from tandem import LLM, SamplingParams
 from tandem.errors import UsageError
@@ -45,6 +46,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="tdray-", dir="/tmp"))  # sockets there have long names
+        share_kernels(self.directory)
         [port] = free_ports(1)
         self.address = f"{HEAD}:{port}"
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}

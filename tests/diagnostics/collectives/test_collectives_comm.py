@@ -15,6 +15,15 @@ from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost
 from tandem.launchers.hostfile import read_hostfile
 
 
+def test_every_pair_of_machines_is_timed_once(tmp_path: Path) -> None:
+    """Of four machines, one of them with two ranks and so with a pair of its own."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": name} for name in ("a", "b", "c", "d", "a")]))
+    bench = HostsBench(read_hostfile(str(hosts)), None, 240)
+    assert bench.names == ["a", "b", "c", "d"]
+    assert bench.pairs() == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (2, 3)]
+
+
 @pytest.mark.slow
 def test_comm_that_is_interrupted_ends_its_probes_at_once(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"

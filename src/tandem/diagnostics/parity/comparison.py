@@ -21,6 +21,7 @@ from tandem.env import variable
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers import host_facts
 from tandem.launchers.registry import launcher_kind
+from tandem.loading.mlx_lm_models import import_models_only
 from tandem.system.cuda import prepare_cuda
 from tandem.text.tokenizer import load_tokenizer
 
@@ -131,6 +132,7 @@ class Comparison:
                 )
             reference = self._read()
         prepare_cuda()
+        import_models_only()
         library = preload_blas(self.settings.parallel.blas)
         limit_threads(library, self.settings.parallel.threads_per_rank or THREADS)
         from tandem.diagnostics.parity.member import run_member  # imports mlx, so must follow the BLAS

@@ -60,11 +60,9 @@ def types(task: Task) -> Figures:
     """Check that tiny random models of several types have mlx-lm's logits, whole and in up to three stages."""
     from tandem.loading.dry_run import outcome
     from tandem.loading.memory import choose_device
-    from tandem.loading.mlx_lm_models import import_models_only
     from tandem.models.families.tiny import tiny_config
 
     choose_device("auto")
-    import_models_only()
     wrong = []
     for name in TYPES:
         passed, line = outcome(tiny_config(name))
