@@ -77,16 +77,16 @@ def hostfile(directory: Path, *names: str) -> str:
         ("layouts:both", "no sums", "logits and tokens of one process, expected"),
         ("fences:collectives", "wrong sums", "a sum of 4096 bytes over 2 ranks gives 3 everywhere, expected"),
         ("faults:orphans", "no lifeline", "no process outlives its supervisor"),
+        ("hosts:layouts", "later stages", "the answer of one rank from stages, expected"),
     ],
 )
 def test_a_planted_fault_is_seen(
     entry: str, fault: str, words: str, tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers of faulty stages over machines are judged in test_selftest_faults.py, without servers."""
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.GONE_S", 4.0)
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.single.HEALTH_S", 4.0)
     plant(monkeypatch, fault)
-    found = looked(entry, directory=str(tmp_path))
+    found = looked(entry, directory=str(tmp_path), hostfile=hostfile(tmp_path, "localhost", "localhost"))
     assert found.verdict == "failed"
     assert words in found.detail
 
