@@ -155,7 +155,8 @@ class KVBufferLayer:
         """Add rows within the capacity: see LayerStore."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
-        count, capacity, at = self._capacity.rows, self._used(self._capacity.positions), index(rows)
+        count, capacity = self._capacity.rows, self._used(self._capacity.positions)
+        at = index(rows) if len(rows) > 1 else slice(rows[0], rows[0] + 1)
         if not self._parts:
             self._parts = [mx.zeros((count, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
         self._rows = max(self._rows, rows[-1] + 1)

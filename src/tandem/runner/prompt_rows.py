@@ -60,12 +60,15 @@ class PromptRows:
             return only_pooled(op), op.pooling or "", op.start, adapters[op.request_id]
 
         divided: list[list[PrefillOp]] = []
+        positions = 0
         for op in sorted(filter(self._shares, prefill), key=lambda op: (*kind(op), op.count)):
+            positions += op.count
             row = divided[-1] if divided else []
-            if row and kind(row[0]) == kind(op) and self._joins(row, op):
+            if row and kind(row[0]) == kind(op) and self._joins(row, op, positions):
                 row.append(op)
             else:
                 divided.append([op])
+                positions = op.count
         if pads:
             divided = [part for row in divided for part in _in_powers(row)]
         return [[op] for op in prefill if not self._shares(op)] + divided
@@ -73,9 +76,9 @@ class PromptRows:
     def _shares(self, op: PrefillOp) -> bool:
         return self.pooled if only_pooled(op) else op.start + op.count <= self.positions
 
-    def _joins(self, row: Sequence[PrefillOp], op: PrefillOp) -> bool:
+    def _joins(self, row: Sequence[PrefillOp], op: PrefillOp, positions: int) -> bool:
         """Return True if `op`, not shorter than those in `row`, may be computed with them."""
-        rows, positions = len(row) + 1, sum(one.count for one in row) + op.count
+        rows = len(row) + 1
         padded = op.count == row[0].count or self.padded or only_pooled(op)
         return padded and rows * op.count <= PADDING * positions and (not op.start or rows * (op.start + op.count) <= COPIED)
 

@@ -185,8 +185,7 @@ class Runner:
         if plan.decode:
             self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
-        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
-        for ops in self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads):
+        for ops in self._passes(plan, micro_batch):
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
@@ -287,6 +286,13 @@ class Runner:
             return None
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count, self._micro_batches[plan.micro_batch].store)
+
+    def _passes(self, plan: StepPlan, micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
+        """Divide a step's chunks into forward passes, equal on all ranks."""
+        if len(plan.prefill) < 2:
+            return [[op] for op in plan.prefill]
+        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
+        return self._prompt_rows.passes(plan.prefill, adapters, pads=plan.pads)
 
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""

@@ -86,8 +86,10 @@ def template_input(message: Message, mark: str = "") -> JsonObject:
     """
     role = "system" if message.role == "developer" else message.role
     extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
-    content, ends = message.content or "", [picture.at for picture in message.pictures]
-    content = mark.join(content[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
+    content = message.content or ""
+    if mark:
+        ends = [picture.at for picture in message.pictures]
+        content = mark.join(content[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
     shown: JsonObject = {"role": role, "content": content}
     shown |= {name: value for name, value in extras.items() if value is not None}
     if message.tool_calls:
