@@ -40,8 +40,7 @@ def main() -> None:
 def answer(task: Task | TimingTask) -> None:
     """Run a check or a timing, write the result to `task.result`, and exit with code 0."""
     watch_lifeline()
-    if isinstance(task, TimingTask) or task.entry != "single:pace":  # it decodes with mlx-lm
-        import_models_only()
+    import_models_only()
     if isinstance(task, Task):
         from tandem.diagnostics.selftest.check import look
 

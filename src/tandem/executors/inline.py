@@ -92,8 +92,9 @@ class InlineExecutor(Executor):
 
     def encode(self, order: EncodePicture) -> None:
         """Queue the order for the thread that owns the device."""
+        loop, _ = self._started()
         self.watchdog.encodes([self._spec], time.monotonic())
-        self._started()[0].submit(order)
+        loop.submit(order)
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Return finished steps and other reports; wait up to `timeout_s` seconds for the first. Raises EngineStuck."""

@@ -113,6 +113,9 @@ class Drafted:
     tokens: mx.array
     """int32 [ids, drafts]: draft tokens."""
 
+    def __post_init__(self) -> None:
+        dispatch(self.tokens)
+
     def values(self) -> dict[str, list[int]]:
         """Return the drafts by request id; wait for the device."""
         found: list[list[int]] = self.tokens.tolist()  # type: ignore[assignment]
@@ -356,9 +359,7 @@ class Drafter:
             dispatch(guesses[-1])
             hidden = self._forward(guesses[-1][:, None], store.batch(), hidden)
             guesses.append(self._likeliest(hidden))
-        found = mx.stack(guesses, axis=1)
-        dispatch(found)
-        return Drafted(ids, found)
+        return Drafted(ids, mx.stack(guesses, axis=1))
 
     def _guess_blocks(self, head: DFlashHead, ids: Iterable[str], count: int, kv: Any) -> Drafted | None:
         """Guess a block of tokens for each sequence whose states are known, one after another."""
@@ -377,9 +378,7 @@ class Drafter:
             known.held = len(known.tokens)
         if not found:
             return None
-        tokens = mx.concatenate(list(found.values()))
-        dispatch(tokens)
-        return Drafted(list(found), tokens)
+        return Drafted(list(found), mx.concatenate(list(found.values())))
 
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.

@@ -79,6 +79,11 @@ class MicroBatch:
         """Return the members whose prompt is computed, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.computed >= sequence.target]
 
+    @property
+    def prompts(self) -> bool:
+        """True if some members' prompts are not computed yet."""
+        return any(not sequence.decoding for sequence in self.members.values())
+
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
         """Return the KV positions needed after the next step, with up to `drafts` drafts per row and rows of `extra` lengths
         added."""

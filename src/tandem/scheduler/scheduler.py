@@ -164,8 +164,7 @@ class Scheduler:
         room = sum(bool(plan.prefill) for plan in self._under_way.values()) <= self.limits.stages
         for micro_batch in sorted(self.batches.micro_batches, key=lambda one: (one.sampling, one.last_step)):
             pause = micro_batch.sampling > 0
-            prompts = any(not one.decoding for one in micro_batch.members.values())
-            if pause and not (room and prompts and not micro_batch.names_tokens):
+            if pause and not (room and not micro_batch.names_tokens and micro_batch.prompts):
                 continue
             if (plan := self._plan(micro_batch, pause=pause, chunks=room)) is not None:
                 return plan

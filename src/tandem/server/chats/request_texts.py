@@ -108,7 +108,8 @@ class RequestTexts:
         task["pictures"] = [("" if number in known else url, low) for number, (_, url, low) in enumerate(keys, 1)]
         packed, end, seen, made = await self.ask("render", task, tuple[bytes, str, list[Picture], list[Prepared]], prepare="load")
         prepared = [known.get(number, picture) for number, picture in enumerate(made, 1)]
-        self._loaded.keep(dict(zip(keys, prepared, strict=True)))
+        if pictures:
+            self._loaded.keep(dict(zip(keys, prepared, strict=True)))
         whole = (replace(picture, inputs=one.picture.inputs) for picture, one in zip(seen, prepared, strict=True))
         return Rendered(_ids(packed), end, tuple(whole))
 

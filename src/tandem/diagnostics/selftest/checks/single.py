@@ -76,9 +76,8 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
     """
     import mlx.core as mx
     from mlx.utils import tree_map
-    from mlx_lm import load
     from mlx_lm.generate import generate_step
-    from mlx_lm.utils import dequantize_model
+    from mlx_lm.utils import dequantize_model, load
 
     from tandem.checkpoints.resolve import resolve
     from tandem.loading.memory import choose_device, on_gpu
