@@ -213,33 +213,26 @@ class DiskTier:
             return
         hashes = sequence.hashes(len(sequence.tokens) - 1)
         every = disk_block_names(hashes)
-        names = self._usable(every)
+        usable = self._usable(every)
         told = not sequence.disk_checked and sequence.request.kept >= DISK_BLOCK_SIZE
-        if told and len(names) < min(sequence.request.kept // DISK_BLOCK_SIZE, len(every)):
+        if told and len(usable) < min(sequence.request.kept // DISK_BLOCK_SIZE, len(every)):
             self._look_for(sequence, wanted=self._with_checkpoints(every))
             return
-        if len(names) < len(every) and not sequence.disk_checked:
+        if len(usable) < len(every) and not sequence.disk_checked:
             for look in reversed(self._asked.values()):
-                if not look.names and not look.then and (look.wanted is None or every[len(names)] in look.wanted):
+                if not look.names and not look.then and (look.wanted is None or every[len(usable)] in look.wanted):
                     look.waiting.append(sequence)
                     sequence.awaits_kv = sequence.disk_checked = True
                     return
         here = prefixes.peek(hashes)
         # Read a migrated prompt at any speed, since it migrated so that this replica need not compute it.
         came = sequence.request.kept >= DISK_BLOCK_SIZE and bool(sequence.request.produced)
-        names = next(
-            (
-                some
-                for some in (names, self._own(names))
-                if len(some) * DISK_BLOCK_SIZE - here >= DISK_BLOCK_SIZE
-                and (came or self._pays(some, len(some) * DISK_BLOCK_SIZE - here))
-            ),
-            [],
-        )
-        if not names:
+        for names in (usable, self._own(usable)):
+            blocks, gain = len(names), len(names) * DISK_BLOCK_SIZE - here
+            if gain >= DISK_BLOCK_SIZE and (came or self._pays(names, gain)):
+                break
+        else:
             return
-        gain = len(names) * DISK_BLOCK_SIZE - here
-        blocks = len(names)
         if self.checkpoints:
             names = [*names, checkpoint_name(names[-1])]
         for asked in self._asked.values():

@@ -221,17 +221,13 @@ class DiskBlockFiles:
                 try:
                     files[part.label] = self._load(name, part, wanted)
                 except Unusable:
-                    for parts in (self._parts, self._lent):
-                        parts[name] = [one for one in parts.get(name, []) if one != part]
+                    for known in (self._parts, self._lent):
+                        known[name] = [one for one in known.get(name, []) if one != part]
                     raise
         layers = []
         for layer, taken in zip(wanted.slice.layers, sources, strict=True):
-            disk_blocks = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
-            layers.append(
-                disk_blocks[0]
-                if len(disk_blocks) == 1
-                else [np.concatenate(sides, axis=1) for sides in zip(*disk_blocks, strict=True)]
-            )
+            parts = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
+            layers.append(parts[0] if len(parts) == 1 else [np.concatenate(sides, axis=1) for sides in zip(*parts, strict=True)])
         types = {header.dtype for header, _ in files.values()}
         if len(types) > 1:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
@@ -239,10 +235,8 @@ class DiskBlockFiles:
 
     def _load(self, name: bytes, part: KVSlice, wanted: FilePart) -> tuple[_Header, list[Layer]]:
         path = self._path / _file(name, part)
-        borrowed = part not in self._parts.get(name, [])
-        try:
-            if borrowed and path.exists():  # another rank of this machine has fetched it meanwhile
-                borrowed = False
+        try:  # another rank of this machine may have fetched a remote file meanwhile
+            borrowed = part not in self._parts.get(name, []) and not path.exists()
             data = self._bring(path.name) if borrowed else self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
             header = msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=_Header)

@@ -86,23 +86,16 @@ class Layers:
         without quantised layers can read each other's files."""
         self._kinds, self._caches, self._count, self._dtype, self._bytes = kinds, caches, count, dtype, as_bytes
         blocks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        checkpoints: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
         for layer, cache, arrays in caches:
-            if type(cache) in BY_POSITION:
-                for side in (arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]):
-                    width = sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
-                    blocks[layer].append((side[0][0][1], width))
-            else:
-                last = type(cache) in LAST_POSITIONS
-                checkpoints[layer] += [
-                    (*(shape[:2] + (-1,) if last else shape[:-1]), shape[-1] * kind.size) for shape, kind in arrays
-                ]
+            for side in (arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]) if type(cache) in BY_POSITION else ():
+                width = sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
+                blocks[layer].append((side[0][0][1], width))
         whole = frozenset(
             layer
             for layer, cache, arrays in caches
             if type(cache) not in (*BY_POSITION, *LAST_POSITIONS) or any(shape[1] != heads for shape, _ in arrays)
         )
-        self.kind = Kind("uint8" if as_bytes else dtype_name(dtype), blocks, checkpoints, whole)
+        self.kind = Kind("uint8" if as_bytes else dtype_name(dtype), blocks, self._checkpoint_shapes(), whole)
         """Shapes of the files' arrays."""
 
     def stored(self, prefix: Prefix, where: slice) -> list[list[mx.array]]:
@@ -126,14 +119,17 @@ class Layers:
 
     def fits(self, layers: Sequence[Sequence[mx.array | np.ndarray]], position: int) -> bool:
         """Return True if a checkpoint at `position` has arrays of these shapes."""
-        expected: list[list[tuple[int, ...]]] = [[] for _ in range(self._count)]
+        return [[tuple(array.shape) for array in layer] for layer in layers] == self._checkpoint_shapes(position)
+
+    def _checkpoint_shapes(self, position: int = -1) -> list[list[tuple[int, ...]]]:
+        """Return the shapes in bytes of the arrays of a checkpoint at `position`, by layer. Without it windows and chunks have -1
+        positions, for any number."""
+        shapes: list[list[tuple[int, ...]]] = [[] for _ in range(self._count)]
         for layer, cache, arrays in self._caches:
+            last = (min(position, last_positions(cache)),) if type(cache) in LAST_POSITIONS else None
             if type(cache) not in BY_POSITION:
-                shapes = [(*shape[:-1], shape[-1] * kind.size) for shape, kind in arrays]
-                if type(cache) in LAST_POSITIONS:
-                    shapes = [(*shape[:2], min(position, last_positions(cache)), shape[3]) for shape in shapes]
-                expected[layer] += shapes
-        return [[tuple(array.shape) for array in layer] for layer in layers] == expected
+                shapes[layer] += [(*(shape[:2] + last if last else shape[:-1]), shape[-1] * kind.size) for shape, kind in arrays]
+        return shapes
 
     def has_nan(self, layers: Sequence[Layer]) -> bool:
         """Return True if a checkpoint of fitting shapes, as bytes, contains a NaN."""
@@ -154,16 +150,13 @@ class Layers:
     def revived(self, blocks: Sequence[Sequence[mx.array]], checkpoint: Sequence[Sequence[mx.array]], length: int) -> Prefix:
         """Return the prefix of `length` positions from arrays made by `stored` and `checkpoint`."""
         sides, others = [iter(layer) for layer in blocks], [iter(layer) for layer in checkpoint]
-        states: list[Any] = []
-        last: list[Any] = []
-        for layer, cache, arrays in self._caches:
-            state = held = None
+        states: list[Any] = [None] * len(self._caches)
+        last: list[Any] = [None] * len(self._caches)
+        for i, (layer, cache, arrays) in enumerate(self._caches):
             if type(cache) in BY_POSITION:
-                state = self._state(cache, next(sides[layer]), next(sides[layer]), length)
+                states[i] = self._state(cache, next(sides[layer]), next(sides[layer]), length)
             else:
-                held = with_arrays(cache, [next(others[layer]).view(kind) for _, kind in arrays], length)
-            states.append(state)
-            last.append(held)
+                last[i] = with_arrays(cache, [next(others[layer]).view(kind) for _, kind in arrays], length)
         return Prefix(length, self._kinds, states, {length: last})
 
     def _state(self, cache: Cache, keys: mx.array, values: mx.array, length: int) -> Any:
@@ -191,18 +184,13 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
 class _Arrived:
     """Prefix being read: blocks are copied into place as they arrive, and made MLX arrays by the thread that reads them."""
 
-    checkpoint: list[Layer]
-    arrays: list[list[mx.array]]
-    states: list[list[mx.array]]
-
     def __init__(self, first: list[Layer], dtype: str, disk_blocks: int) -> None:
         """Allocate buffers like `first`, any disk block of the prefix, for `disk_blocks` blocks."""
         self.dtype, self.length = dtype, DISK_BLOCK_SIZE * disk_blocks
-        self.layers: list[Layer] = [[self._room(side) for side in layer] for layer in first]
-        self.checkpoint = [[] for _ in first]
-
-    def _room(self, side: np.ndarray) -> np.ndarray:
-        return np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype)
+        self.layers: list[Layer] = [
+            [np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype) for side in layer] for layer in first
+        ]
+        self.checkpoint: list[Layer] = [[] for _ in first]
 
     def put(self, number: int, disk_block: list[Layer], dtype: str) -> None:
         """Copy a disk block into its place. Raises ValueError if it does not match the first."""
@@ -218,10 +206,10 @@ class _Arrived:
         """Copy everything into MLX arrays by layer, and free the buffers one by one. The arrays hold their data and depend on
         no stream, so another thread may take them over."""
         self.layers.reverse()
-        self.arrays = []
+        self.arrays: list[list[mx.array]] = []
         while self.layers:
             self.arrays.append([mx.array(side) for side in self.layers.pop()])
-        self.states = [[mx.array(part) for part in layer] for layer in self.checkpoint]
+        self.states: list[list[mx.array]] = [[mx.array(part) for part in layer] for layer in self.checkpoint]
         self.checkpoint = []
 
 
@@ -391,7 +379,8 @@ class KVDisk:
                 if isinstance(job, Survey):
                     self._survey(job)
                 elif isinstance(job, UseRemoteStores):
-                    self._use_remote_stores(job)
+                    if self._remote_stores is not None:
+                        self._remote_stores.change(endpoint for store, endpoint in job.remote_stores if store != self.store_id)
                 elif isinstance(job, Fetch):
                     self._read(job)
                 else:
@@ -456,10 +445,6 @@ class KVDisk:
             arrived.finish()
             self._head_arrived[order.key] = arrived
 
-    def _use_remote_stores(self, order: UseRemoteStores) -> None:
-        if self._remote_stores is not None:
-            self._remote_stores.change(endpoint for store, endpoint in order.remote_stores if store != self.store_id)
-
     def _survey(self, order: Survey) -> None:
         try:
             nbytes, total = self._files.survey(drop=order.drop, wanted=order.wanted)
@@ -468,17 +453,8 @@ class KVDisk:
             nbytes = total = 0
         if order.wanted is None:
             self._files.take_gone()  # the survey reports the remaining blocks anyway
-        self._report(
-            Surveyed(
-                self._rank,
-                order.number,
-                self._files.names(order.wanted),
-                self._files.lent(order.wanted),
-                nbytes,
-                total,
-                order.wanted,
-            )
-        )
+        names, lent = self._files.names(order.wanted), self._files.lent(order.wanted)
+        self._report(Surveyed(self._rank, order.number, names, lent, nbytes, total, order.wanted))
 
     def _write(self, number: int, name: bytes, span: _Span, nbytes: int, awaited: bool) -> None:
         try:

@@ -308,9 +308,7 @@ class Drafter:
         """Feed a sequence's tokens until one batched step can process the rest. Return False if it is not read so far, gets no
         drafts, or a head lacks its states."""
         known = self._known[request_id]
-        if not known.reads:
-            return False
-        if self._head is not None and known.pending < max(len(known.tokens) - known.held, 1):
+        if not known.reads or (self._head is not None and known.pending < max(len(known.tokens) - known.held, 1)):
             return False
         if request_id in store:
             if len(known.tokens) - known.held <= 1 + self._drafts:
@@ -376,9 +374,7 @@ class Drafter:
             read = caches or kv.last_kv(one, len(known.tokens) - 1)
             found[one] = head.block(known.tokens[-1], head.states(known.read(lacks)), read, count)
             known.held = len(known.tokens)
-        if not found:
-            return None
-        return Drafted(list(found), mx.concatenate(list(found.values())))
+        return Drafted(list(found), mx.concatenate(list(found.values()))) if found else None
 
     def _forward(self, tokens: mx.array, caches: list[Cache], states: mx.array | None) -> mx.array:
         # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.

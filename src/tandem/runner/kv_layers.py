@@ -8,7 +8,7 @@ whole batch, and adds, removes and extracts rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,19 +21,16 @@ from tandem.protocol.step import KVShape
 from tandem.runner.prompt_rows import rows_of
 
 
-@dataclass(frozen=True)
 class RowStep:
     """Positions written by one decode step over all rows. Shared by the layers, so arrays are built once."""
 
-    lengths: tuple[int, ...]
-    """Tokens in each row's cache before the step; also the position of the first written token."""
-    width: int = 1
-    """Consecutive tokens written in each row."""
-    _places: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _held: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _masks: list[tuple[int, mx.array]] = field(default_factory=list, init=False, repr=False, compare=False)
+    def __init__(self, lengths: tuple[int, ...], width: int) -> None:
+        """Start without arrays. `lengths`: tokens in each row's cache before the step, also the position of the first written
+        token; `width`: consecutive tokens written in each row."""
+        self.lengths, self.width = lengths, width
+        self._places: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
+        self._held: dict[int, mx.array] = {}
+        self._masks: list[tuple[int, mx.array]] = []
 
     @cached_property
     def longest(self) -> int:
