@@ -128,20 +128,15 @@ class TimeoutExceeded(ServerError):
     status = 504
 
 
-CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "gpu", "memory", "timeout", "error")
-"""Causes of a rank group's end.
-
-- died, stopped, silent: a rank's process has ended, is stopped by a signal, does not answer
-- link: a link delivers no data; stuck: a step makes no progress; start: ranks did not start in time
-- host: machines are missing; gpu: a GPU does not answer; memory: a GPU's memory is full
-- timeout: the system ended a GPU's wait for another rank; error: a rank raised an exception
-"""
-
-
 class RankFailure(TandemError):
     """A rank died, hung or raised. The rank group ends and is replaced.
 
-    `cause` is one of `CAUSES`, for metrics.
+    `cause`, for metrics:
+
+    - died, stopped, silent: a rank's process has ended, is stopped by a signal, does not answer
+    - link: a link delivers no data; stuck: a step makes no progress; start: ranks did not start in time
+    - host: machines are missing; gpu: a GPU does not answer; memory: a GPU's memory is full
+    - timeout: the system ended a GPU's wait for another rank; error: a rank raised an exception
     """
 
     def __init__(

@@ -35,12 +35,8 @@ def converted(weights: Weights, foreign: Foreign) -> Weights:
         if made:
             used.update((name, *(f"{name.removesuffix(suffix)}.{own}" for own in ("scales", "weight"))))
             found.update(made)
-    rest = {
-        name: array
-        for name, array in weights.items()
-        if name not in used and not (name.endswith(_HELPERS) and _stem(name) + ".weight" in found)
-    }
-    return {**rest, **found}
+    used.update(name for name in weights if name.endswith(_HELPERS) and _stem(name) + ".weight" in found)
+    return {name: array for name, array in weights.items() if name not in used} | found
 
 
 def _stem(name: str) -> str:

@@ -72,9 +72,12 @@ class PipelineModel:
         before = {id(module): set(module) for module in model.modules()}
         self._cache_of, self._extras, self._forwarded_of, self._stage_payload = self._trace()
         self._kept = self._kept_caches()
-        self._counter = self._count_positions() if family.counts else None
+        counted = [i for i, cache in enumerate(self.made) if hasattr(cache, "offset")]
+        self._counting = family.counts and not set(counted) & set(self._kept)
+        if self._counting:  # own layers have no cache that counts positions: one does, with one-element keys
+            self._kept = sorted([*self._kept, counted[0]])
         self._places = [self._place(i) for i in range(len(self.made))]
-        self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self.made[i], "offset")), None)
+        self._counts = next((at for at, i in enumerate(self._kept) if i in counted), None)
         self._grouped_scores = grouped_scores
         self.adapters: Adapters | None = None
         """LoRA adapters of the layers, for calls that compute states again; None without any."""
@@ -132,9 +135,9 @@ class PipelineModel:
         self._received.forwarded = forwarded
         self._in_run = self._in_run or [self._placeholder(i) for i in range(len(self.layers))]
         out = self._call(self._in_run, tokens, full)
-        if self._counter is not None:
+        if self._counting and self._counts is not None:
             zeros = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.float32)
-            caches[self._counter].update_and_fetch(zeros, zeros)
+            caches[self._counts].update_and_fetch(zeros, zeros)
         out = out if isinstance(out, tuple) else (out,)
         sent = (*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded)
         if self.own.stop == len(self.layers):
@@ -186,16 +189,6 @@ class PipelineModel:
 
     def _as_sent(self, out: tuple[Any, ...]) -> tuple[mx.array, ...]:
         return (out[0], self._residuals.filled(out[1])) if self._residuals else out
-
-    def _count_positions(self) -> int | None:
-        """Add a cache that counts positions, with one-element keys, if the own layers have none with an offset.
-
-        Return its index among the stage's caches, or None if it is not needed.
-        """
-        if any(hasattr(self.made[i], "offset") for i in self._kept):
-            return None
-        self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self.made) if hasattr(cache, "offset"))])
-        return next(at for at, i in enumerate(self._kept) if hasattr(self.made[i], "offset"))
 
     @unevaluated()
     def _try(self) -> None:

@@ -81,18 +81,17 @@ class TakesSum(OverRanks):
         return outputs
 
 
-class OwnWidth(nn.Module):
+class OwnWidth(Around):
     """Wrapper of attention that derives its heads' total width from its input. It is called with zeros as wide as this
     rank's heads, and with projections computed beforehand."""
 
     def __init__(self, attention: nn.Module, width: int) -> None:
-        super().__init__()
-        self.attention = attention
+        super().__init__(attention)
         self._width = width
 
     def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
         """Map inputs [B, L, H] to outputs [B, L, H]."""
-        inner, own = self.attention, copy.copy(self.attention)
+        inner, own = self.module, copy.copy(self.module)
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(own, name, _fixed(getattr(inner, name)(x)))
         outputs: mx.array = own(mx.zeros((*x.shape[:-1], self._width), x.dtype), *args, **kwargs)
@@ -103,50 +102,47 @@ def _fixed(value: mx.array) -> Callable[[mx.array], mx.array]:
     return lambda _: value
 
 
-class PassesNothing(nn.Module):
+class PassesNothing(Around):
     """Router wrapper for all ranks but 0: sets the weights of zero-computation (identity) experts to 0, so that they
     count once."""
 
     def __init__(self, router: nn.Module, experts: int) -> None:
         """Wrap `router`; `experts` is the number of routed experts, whose numbers come first."""
-        super().__init__()
-        self.router = router
+        super().__init__(router)
         self._experts = experts
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Map inputs [B, L, H] to expert numbers and weights, each [B, L, K]."""
-        indices, weights = self.router(x)
+        indices, weights = self.module(x)
         return indices, mx.where(indices < self._experts, weights, 0)
 
 
-class NormOverRanks(nn.Module):
+class NormOverRanks(OverRanks):
     """RMS norm over an axis split over the ranks, optionally gated: sums of squares are all-reduced."""
 
     def __init__(self, norm: nn.Module, width: int, tensor_parallel: TensorParallel) -> None:
         """Wrap `norm`; `width` is the length of the whole axis."""
-        super().__init__()
-        self.norm = norm
-        self._width, self._tensor_parallel = width, tensor_parallel
+        super().__init__(norm, tensor_parallel)
+        self._width = width
 
     def __call__(self, x: mx.array, gate: mx.array | None = None) -> mx.array:
         """Return this rank's part [..., W] of the normalised axis."""
-        gate_last = getattr(self.norm, "norm_before_gate", False)
+        gate_last = getattr(self.module, "norm_before_gate", False)
         if gate is not None and not gate_last:
             x = nn.silu(gate) * x
         wide = x.astype(mx.float32)
         squares = self._tensor_parallel.sum(wide.square().sum(axis=-1, keepdims=True))
-        eps = getattr(self.norm, "eps", None) or self.norm.variance_epsilon
-        y = (wide * mx.rsqrt(squares / self._width + eps) * self.norm.weight).astype(x.dtype)
+        eps = getattr(self.module, "eps", None) or self.module.variance_epsilon
+        y = (wide * mx.rsqrt(squares / self._width + eps) * self.module.weight).astype(x.dtype)
         gated: mx.array = nn.silu(gate) * y if gate is not None and gate_last else y
         return gated
 
 
-class OwnExperts(nn.Module):
+class OwnExperts(Around):
     """Wrapper of the routed experts that this rank holds whole; outputs of other experts are 0."""
 
     def __init__(self, experts: nn.Module, own: range) -> None:
-        super().__init__()
-        self.experts = experts
+        super().__init__(experts)
         self._own = own
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -155,7 +151,7 @@ class OwnExperts(nn.Module):
         # An absent expert is replaced by one that the token uses here, so that no other weights are read.
         local = mx.where(here, indices.astype(mx.int32) - self._own.start, 0)
         local = mx.where(here, local, local.max(axis=-1, keepdims=True))
-        return mx.where(here[..., None], self.experts(x, local), 0)
+        return mx.where(here[..., None], self.module(x, local), 0)
 
 
 @dataclass(frozen=True)
@@ -221,9 +217,7 @@ class Cutter:
 
     def narrow(self, module: nn.Module) -> None:
         """Cut all parameters of `module`, which holds the part as attribute `part`, lazily."""
-        names = [name for name, _ in tree_flatten(module.parameters())]
-        parameters = dict(tree_flatten(module.parameters()))
-        cut = [(name, self.take(name.removeprefix("part."), parameters[name])) for name in names]
+        cut = [(name, self.take(name.removeprefix("part."), array)) for name, array in tree_flatten(module.parameters())]
         module.update(tree_unflatten(cut))
 
     def _cut(self, base: str, name: str) -> Cut | None:

@@ -212,9 +212,8 @@ class StageModel:
     def make_caches(self) -> list[Cache]:
         """Return fresh single-sequence caches of the own layers."""
         made = self._pipeline_model.make_caches()
-        return (
-            [GroupedKVCache(groups) if groups else one for one, groups in zip(made, self._kv, strict=True)] if self._kv else made
-        )
+        formats = self._kv or (None,) * len(made)
+        return [GroupedKVCache(groups) if groups else one for one, groups in zip(made, formats, strict=True)]
 
     def quantize_kv(self, kv_dtype: str, latent: Collection[int] = ()) -> None:
         """Make later `make_caches` return quantised caches of type `kv_dtype` (8bit, 4bit). Layers in `latent`,
@@ -396,11 +395,8 @@ def _role(path: str) -> str | int | None:
 
 def _heads(model: nn.Module) -> list[str]:
     """Return the paths of output projections; other modules with a head's name, such as norms, are excluded."""
-    return [
-        path
-        for path, module in model.named_modules()
-        if path and _role(path) == "head" and "weight" in module and module["weight"].ndim == 2
-    ]
+    named = [(path, module) for path, module in model.named_modules() if path and _role(path) == "head"]
+    return [path for path, module in named if "weight" in module and module["weight"].ndim == 2]
 
 
 def _embedding(modules: Mapping[str | int, nn.Module]) -> str:

@@ -227,7 +227,7 @@ def describe(files: ModelFiles, *, vision: bool = True) -> ModelDescription:
     tied = tied or headless
     kv_heads = facts.kv_heads()
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
-    layer_type = _layer_type(files.path, str(name))
+    layer_type = text if name in _OF_SEVERAL and isinstance(text, str) and text in SHARDING else name
     no_pictures = why_no_pictures(config) or ("" if vision else OFF)
     known = facts.config
     with known.named():
@@ -288,11 +288,6 @@ def _nearest(name: object) -> str:
 def text_config(config: JsonObject) -> JsonObject:
     """Return a config merged with the entries of its nested text model, if any; `model_type` stays the outer one."""
     return {**config, **nested_text(config), "model_type": config.get("model_type")}
-
-
-def _layer_type(path: Path, name: str) -> str:
-    inner = nested_text(read_config(path)).get("model_type")
-    return inner if name in _OF_SEVERAL and isinstance(inner, str) and inner in SHARDING else name
 
 
 def in_mlx_lm(module: str) -> bool:
@@ -385,10 +380,7 @@ class _Facts:
         return self.number(key)
 
     def max_context(self) -> int:
-        for key in _CONTEXT_KEYS:
-            if self.config.get(key) is not None:
-                return self.number(key)
-        return _DEFAULT_CONTEXT
+        return self.number(self.key(_CONTEXT_KEYS), _DEFAULT_CONTEXT)
 
 
 def stored_bare(names: Iterable[str], layers: str) -> bool:

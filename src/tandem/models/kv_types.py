@@ -78,12 +78,8 @@ def element_bytes(kv_dtype: str, group: int, item: int) -> float:
 
 def _is_plain(config: JsonMapping, i: int, cache: LayerCache) -> bool:
     """Return True for a layer that caches keys and values of all positions per head, in a single cache."""
-    return (
-        cache.kind == "positions"
-        and not cache.state
-        and config.get("model_type") != "minimax_m3_vl"
-        and not _is_window(config, i)
-    )
+    single = cache.kind == "positions" and not cache.state and config.get("model_type") != "minimax_m3_vl"
+    return single and not _is_window(config, i)
 
 
 def _widths(config: JsonMapping, width: int) -> tuple[int, ...]:

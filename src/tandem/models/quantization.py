@@ -17,8 +17,7 @@ from tandem.errors import UnsupportedModel
 from tandem.json_types import JsonMapping, JsonObject
 
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-_MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-_MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+_MX = {f"mxfp{bits}": {"group_size": 32, "bits": bits, "mode": f"mxfp{bits}"} for bits in (4, 8)}
 _PACKED = (2, 4, 8)
 """Bit widths of foreign integers that divide a 32-bit word, as MLX packs them."""
 _STREAMED = (2, 3, 4, 8)
@@ -64,19 +63,17 @@ def read_quantization(config: JsonMapping, name: str) -> Quantization:
     if not given:
         return Quantization()
     method = given.get("quant_method") if isinstance(given, dict) else given
-    if method == "mxfp4":
-        return Quantization(_MXFP4)
-    if method == "mxfp8":
-        return Quantization(_MXFP8)
+    if str(method) in _MX:
+        return Quantization(_MX[str(method)])
     if not isinstance(given, dict) or str(method) not in _READERS:
         if isinstance(given, dict) and {"group_size", "bits"} <= given.keys() and method is None:
             return Quantization(_own(given, name))  # MLX's settings under the other key
         _refuse(name, f"quantisation {str(method)[:60]!r}")
     foreign = _READERS[str(method)](given, name)
     if foreign is None:
-        return Quantization(_MXFP8)
+        return Quantization(_MX["mxfp8"])
     if foreign.method == "packed-mxfp4":
-        return Quantization(_MXFP4, foreign)
+        return Quantization(_MX["mxfp4"], foreign)
     if not foreign.group_size:
         return Quantization(None, foreign)
     return Quantization({"group_size": foreign.group_size, "bits": foreign.bits, "mode": "affine"}, foreign)

@@ -66,8 +66,11 @@ class Rows:
         unknown."""
         return self._lengths[self._rows[request_id]]
 
-    def _cut(self, request_id: str, length: int) -> int:
-        """Set a row's length; return the number of tokens dropped. See `KVStore.cut`."""
+    def cut(self, request_id: str, length: int) -> int:
+        """Trim a row to its first `length` tokens, dropping rejected drafts of the last steps; return the number dropped.
+
+        Raises KeyError if unknown; ValueError if `length` exceeds the row, or trims more than `drafts`.
+        """
         row = self._rows[request_id]
         if not max(self._lengths[row] - self._drafts, 1) <= length <= self._lengths[row]:
             raise ValueError(f"a row of {self._lengths[row]} tokens with at most {self._drafts} drafts cannot be cut to {length}")
@@ -218,13 +221,6 @@ class KVStore(Rows):
         self._lengths = [length and length + count for length, count in zip(self._lengths, counts, strict=True)]
         return [layer.cache for layer in self._layers]
 
-    def cut(self, request_id: str, length: int) -> None:
-        """Trim a row to its first `length` tokens, dropping rejected drafts of the last steps.
-
-        Raises KeyError if unknown; ValueError if `length` exceeds the row, or trims more than `drafts`.
-        """
-        self._cut(request_id, length)
-
     def extract(self, request_id: str) -> list[Cache]:
         """Return single-sequence caches with evaluated copies of a row, as `join` takes them. Raises KeyError if unknown."""
         row = self._rows[request_id]
@@ -294,15 +290,16 @@ class RowsApart(Rows):
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         return Apart(self._caches, counts)
 
-    def cut(self, request_id: str, length: int) -> None:
-        """Trim a row, like `KVStore.cut`."""
-        dropped = self._cut(request_id, length)
+    def cut(self, request_id: str, length: int) -> int:
+        """Trim a row, with its caches."""
+        dropped = super().cut(request_id, length)
         for cache in members(self._caches[self._rows[request_id]] if dropped else ()):
             if type(cache) is RotatingKVCache:  # after a call of several tokens all positions are in order
                 cache.keys, cache.values = (part[..., :-dropped, :] for part in (cache.keys, cache.values))
                 cache.offset, cache._idx = cache.offset - dropped, cache._idx - dropped
             else:
                 cache.trim(dropped)
+        return dropped
 
     def extract(self, request_id: str) -> list[Cache]:
         """Return the row's own caches, evaluated."""

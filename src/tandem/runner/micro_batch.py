@@ -104,10 +104,7 @@ class MicroBatchState:
 
     def lengths(self) -> list[tuple[str, int]]:
         """Return (request id, KV positions held), in the order of insertion."""
-        return [
-            (request_id, self.store.length(request_id) if held.caches is None else held.length)
-            for request_id, held in self.held.items()
-        ]
+        return [(one, self.store.length(one) if held.caches is None else held.length) for one, held in self.held.items()]
 
     def chunk(self, op: PrefillOp, *, alone: bool) -> tuple[list[int], list[Cache]]:
         """Return the tokens of a prompt chunk, and the caches that it extends: none for a first chunk in a pass that it

@@ -104,11 +104,7 @@ class _Plan:
     def banned(self, eos: Sequence[int], vocab_size: int) -> TokenEdits | None:
         """Return edits that ban end tokens until `min_tokens`; rebuilt when a row reaches its minimum. None if no row is
         below."""
-        early = [
-            row
-            for row, (one, i) in enumerate(zip(self.sequences, self.ahead, strict=True))
-            if one.produced + i < one.params.min_tokens
-        ]
+        early = [row for row, one in enumerate(self.sequences) if one.produced + self.ahead[row] < one.params.min_tokens]
         if self._bans[0] != early:
             entries = []
             for row in early:
@@ -284,12 +280,8 @@ class Sampler:
         if any(i and one.follows for i, one in zip(ahead, sequences, strict=True)):
             raise ValueError("a sequence with penalties or a grammar takes one position at a time")
         greedy = [one.temperature < COLDEST for one in params]
-        bias = [
-            (row, token, value)
-            for row, one in enumerate(params)
-            for token, value in one.logit_bias.items()
-            if 0 <= token < self._vocab_size
-        ]
+        biased = [(row, token, value) for row, one in enumerate(params) for token, value in one.logit_bias.items()]
+        bias = [entry for entry in biased if 0 <= entry[1] < self._vocab_size]
         heat = [1.0 if cold else 1.0 / one.temperature for one, cold in zip(params, greedy, strict=True)]
         asked = [(row, one.logprobs) for row, one in enumerate(params) if one.logprobs is not None]
         return _Plan(

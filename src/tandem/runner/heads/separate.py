@@ -178,7 +178,7 @@ def _load_parts(files: ModelFiles, built: Any, weights: Weights, stage: StageMod
     names, loaded = [name for name, part in built.children().items() if isinstance(part, nn.Module)], []
     for name in (*names, *(f"layers.{i}" for i in range(len(getattr(built, "layers", ()))))):
         own = {key[len(name) + 1 :]: weights.pop(key) for key in list(weights) if key.startswith(f"{name}.")}
-        loaded.append(_loader(stage, quantization=None, dequantize=False).load(name, at(built, name), own))
+        loaded.append(PartLoader(dtype=stage.dtype, quantization=None, dequantize=False).load(name, at(built, name), own))
         put(built, name, loaded[-1])
     if weights:
         raise BrokenModel(f"--draft-model {files.name}: weight {min(weights)} does not fit config.json", param="draft_model")
@@ -197,17 +197,14 @@ def model_part(part: str, target: ModelFiles, stage: StageModel, loaded: list[nn
     whole: Any = build_model({**read_config(target.path), "model_type": model.family})
     stored_names = {one: one for one in read_tensors(target) if part_of_tensor(one, model.num_layers) == part}
     found = {one[len(place) + 1 :]: array for one, array in open_weights(target, whole, model, stored_names).items()}
-    loaded.append(_loader(stage, quantization=model.quantization, dequantize=dequantize).load(place, at(whole, place), found))
+    loader = PartLoader(dtype=stage.dtype, quantization=model.quantization, dequantize=dequantize)
+    loaded.append(loader.load(place, at(whole, place), found))
     return loaded[-1]
 
 
 def _arrays(loaded: Sequence[nn.Module]) -> list[mx.array]:
     """Return the arrays of these modules."""
     return [array for part in loaded for _, array in tree_flatten(part.parameters())]
-
-
-def _loader(stage: StageModel, **options: Any) -> PartLoader:
-    return PartLoader(dtype=stage.dtype, **options)
 
 
 def _build(files: ModelFiles, head: DraftHead) -> Any:
