@@ -111,13 +111,8 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     )
     for size in set(sizes) - {1}:
         # Refuse models that cannot be split. Only ranks can tell whether `auto` dequantises; they refuse those cases.
-        plan_shards(
-            description,
-            size,
-            weights=parallel.tensor_split,
-            dequantize=model.dequantize != "no",
-            expert_parallel=parallel.expert_parallel,
-        )
+        expand, whole = model.dequantize != "no", parallel.expert_parallel
+        plan_shards(description, size, weights=parallel.tensor_split, dequantize=expand, expert_parallel=whole)
     adapters = _adapters(settings)
     lora_ranks = [read_adapter(one.path, description).rank for one in adapters]
     lora_rank = max([*lora_ranks, model.max_lora_rank if model.enable_lora else 0])
@@ -145,14 +140,9 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         description = replace(description, payload_elements=(1 + len(captured)) * description.hidden_size)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
         tensors = read_tensors(files)
-        specs = tuple(
-            structs.replace(
-                spec,
-                max_loras=loras,
-                lora_elements=(loras + 1) * adapter_elements(tensors, description, range(*spec.layers), lora_rank),
-            )
-            for spec in specs
-        )
+        elements = [(loras + 1) * adapter_elements(tensors, description, range(*spec.layers), lora_rank) for spec in specs]
+        with_loras = zip(specs, elements, strict=True)
+        specs = tuple(structs.replace(spec, max_loras=loras, lora_elements=count) for spec, count in with_loras)
     return RankGroupLayout(
         files, description, specs, context, micro_batches, pooling_of(files.path, model.pooling), defaults,
         adapters, lora_rank, profile,

@@ -172,12 +172,9 @@ class EngineService:
             self._engine.submit(request)
         except RequestError as error:
             self._engine.metrics.refused.labels(str(error.status)).inc()
-            self._ipc_server.send(
-                client,
-                control.Refused(
-                    request.request_id, error.status, error.message, error.code, error.param, getattr(error, "retry_after", None)
-                ),
-            )
+            again = getattr(error, "retry_after", None)
+            refused = control.Refused(request.request_id, error.status, error.message, error.code, error.param, again)
+            self._ipc_server.send(client, refused)
             return
         self._owners[request.request_id] = client
 

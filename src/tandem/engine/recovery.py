@@ -268,14 +268,9 @@ class RankGroup:
         log.warning(
             "GPU out of memory: halving batch and KV limits (%d of at most %d times)", self._memory.halvings, MOST_HALVINGS
         )
-        self.history.note(
-            "memory_full",
-            "a device's memory was full; the ranks get half as much to do at once, and half the KV cache",
-            level="warning",
-            rank=failure.rank,
-            remedy="A smaller --max-context "
-            "or --memory-fraction leaves more room; so does ending other programs on that machine.",
-        )
+        text = "a device's memory was full; the ranks get half as much to do at once, and half the KV cache"
+        remedy = "A smaller --max-context or --memory-fraction leaves more room; so does ending other programs on that machine."
+        self.history.note("memory_full", text, level="warning", rank=failure.rank, remedy=remedy)
         return True
 
     def widen(self, scheduler: Scheduler) -> None:
@@ -284,16 +279,11 @@ class RankGroup:
             return
         scheduler.widen(self._limits())
         self._limits_for = (self.layout, self._memory.halvings)
-        self._metrics.kv_total.set(scheduler.limits.kv_tokens)
-        log.info(
-            "No GPU out of memory for %.0f s: doubling limits, KV cache of %d tokens",
-            self._memory.pause_s,
-            scheduler.limits.kv_tokens,
-        )
-        self.history.note(
-            "memory_restored",
-            f"no device has been full for {self._memory.pause_s:.0f} s; the ranks get twice as much to do again",
-        )
+        pause_s, tokens = self._memory.pause_s, scheduler.limits.kv_tokens
+        self._metrics.kv_total.set(tokens)
+        log.info("No GPU out of memory for %.0f s: doubling limits, KV cache of %d tokens", pause_s, tokens)
+        text = f"no device has been full for {pause_s:.0f} s; the ranks get twice as much to do again"
+        self.history.note("memory_restored", text)
 
     def _blames(self, failure: RankFailure | None) -> bool:
         """Return True if running requests may have caused the failure. The first few memory failures and timeouts blame none."""
@@ -336,18 +326,10 @@ class RankGroup:
             self.executor.close()
             if self._failures_in_a_row > self._settings.scheduler.max_restarts:
                 self.state = "failed"
-                self.history.note(
-                    "engine_failed",
-                    f"the ranks failed {self._failures_in_a_row} times in a row; the last: {failure.message}",
-                    level="error",
-                    rank=failure.rank,
-                    remedy=REMEDY,
-                )
-                raise RankFailure(
-                    f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the last: {failure.message}",
-                    rank=failure.rank,
-                    cause=failure.cause,
-                )
+                text = f"the ranks failed {self._failures_in_a_row} times in a row; the last: {failure.message}"
+                self.history.note("engine_failed", text, level="error", rank=failure.rank, remedy=REMEDY)
+                why = f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the last: {failure.message}"
+                raise RankFailure(why, rank=failure.rank, cause=failure.cause)
             self._do_without(failure)
             if failure.cause != "host" and self._failures_in_a_row > 1:
                 self._pause(failure)
@@ -464,12 +446,9 @@ class RankGroup:
         if self.degraded != active.degraded:
             if active.degraded:
                 log.warning("Degraded: fewer machines serve, more slowly, until the others are back")
-                self.history.note(
-                    "layout_degraded",
-                    f"the model is laid out over fewer machines ({active.degraded}); all is answered, slower",
-                    level="warning",
-                    remedy="Bring the machine back; it is taken in again by itself.",
-                )
+                text = f"the model is laid out over fewer machines ({active.degraded}); all is answered, slower"
+                remedy = "Bring the machine back; it is taken in again by itself."
+                self.history.note("layout_degraded", text, level="warning", remedy=remedy)
             else:
                 log.info("All machines are back")
                 self.history.note("layout_restored", "all machines are back; the model is laid out over them again")

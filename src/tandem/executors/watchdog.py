@@ -367,12 +367,8 @@ class Watchdog:
         for number, rank in enumerate(self._ranks):
             if rank.tempo.turned(now, idle=idle):
                 if rank.tempo.slowness.told:
-                    log.log(
-                        self._level,
-                        "rank %d is slow: steps take %.1f times the usual time; no action is taken while it makes progress",
-                        number,
-                        rank.tempo.pace.slowdown,
-                    )
+                    text = "rank %d is slow: steps take %.1f times the usual time; no action is taken while it makes progress"
+                    log.log(self._level, text, number, rank.tempo.pace.slowdown)
                 else:
                     log.log(self._level, "rank %d is at its usual pace again", number)
         if (self._tempo.slowness.told or max(self.slowdowns) < SLOW / 2) and self._tempo.turned(now, idle=idle):
@@ -398,47 +394,29 @@ class Watchdog:
         if not (self._steps or self._encoding) or still <= self.deadline_s():
             return
         if self._encoding:
-            raise RankFailure(
-                f"{_names(sorted(self._encoding))} did not encode a picture in {still:.1f} s (step_timeout)",
-                rank=min(self._encoding),
-                cause="stuck",
-            )
+            why = f"{_names(sorted(self._encoding))} did not encode a picture in {still:.1f} s (step_timeout)"
+            raise RankFailure(why, rank=min(self._encoding), cause="stuck")
         step, limit = self._steps[0], self.deadline_s()
         self._pace = Pace()  # relearn the pace, so that a false alarm does not repeat
         words, cause, ranks = self._explain(step, now)
-        raise RankFailure(
-            f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}",
-            rank=ranks[0],
-            cause=cause,
-        )
+        why = f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}"
+        raise RankFailure(why, rank=ranks[0], cause=cause)
 
     def _explain(self, step: _Step, now: float) -> tuple[str, str, list[int]]:
         """Return why a step does not end, in words and as a cause, and the ranks that are probably responsible."""
         missing = sorted(step.missing)
         silent = [rank for rank in missing if (asked := self._ranks[rank].asked_at) is not None and now - asked > DOUBT_S]
         if silent:
-            return (
-                (f"{_names(silent)} do{'es' if len(silent) == 1 else ''} not answer either: not running, or not to be reached"),
-                "silent",
-                silent,
-            )
+            words = f"{_names(silent)} do{'es' if len(silent) == 1 else ''} not answer either: not running, or not to be reached"
+            return words, "silent", silent
         inside = [rank for rank in missing if self._ranks[rank].begun >= step.step_id]
         computing = [rank for rank in inside if not self._ranks[rank].waiting]
         if inside and not computing:
-            return (
-                (f"{_names(inside)} answer{_s(inside)}, and wait{_s(inside)} for another stage: the link to it brings nothing"),
-                "link",
-                inside,
-            )
+            words = f"{_names(inside)} answer{_s(inside)}, and wait{_s(inside)} for another stage: the link to it brings nothing"
+            return words, "link", inside
         if len(computing) > 1:
-            return (
-                (
-                    f"{_names(computing)} answer, are inside it, and do not move: a collective is stuck, or the link "
-                    "between them is cut"
-                ),
-                "stuck",
-                computing,
-            )
+            words = "answer, are inside it, and do not move: a collective is stuck, or the link between them is cut"
+            return f"{_names(computing)} {words}", "stuck", computing
         idle = computing or missing
         return f"{_names(idle)} answer{_s(idle)}, but do{'es' if len(idle) == 1 else ''} not move", "stuck", idle
 

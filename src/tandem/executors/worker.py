@@ -112,12 +112,8 @@ class Worker:
         if not on_gpu():
             log.info("linear algebra: %s", self._blas or "MLX's own (slow: install OpenBLAS, or give --blas)")
         endpoint = self._payload.weights_endpoint
-        files = obtain_files(
-            self._spec,
-            Head(endpoint, self._payload.keys) if endpoint else None,
-            partial(progress, "fetch"),
-            accept=partial(require_memory, self._spec),
-        )
+        head = Head(endpoint, self._payload.keys) if endpoint else None
+        files = obtain_files(self._spec, head, partial(progress, "fetch"), accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)

@@ -199,12 +199,9 @@ class Cutter:
             return None
         d = self._description
         axes = {"rows": -2 if last in _MATRIX else -1, "columns": -1, "first": 0, "heads": -2, "last": -1}
-        return Slice(
-            axes[cut.axis],
-            part_of(cut, self._shard, d),
-            bias=cut.axis == "columns" and last not in _MATRIX,
-            exact=self._sharding is None or _is_exact(self._sharding, cut, d),
-        )
+        bias = cut.axis == "columns" and last not in _MATRIX
+        exact = self._sharding is None or _is_exact(self._sharding, cut, d)
+        return Slice(axes[cut.axis], part_of(cut, self._shard, d), bias=bias, exact=exact)
 
     def take(self, name: str, array: mx.array) -> mx.array:
         """Return this rank's part of a stored parameter, lazily; it shares no memory with the whole."""

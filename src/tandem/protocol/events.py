@@ -68,33 +68,18 @@ class History:
         group: str = "",
     ) -> Event:
         """Record an event at the current time and return it."""
+        text, remedy = text[:MOST_TEXT], remedy[:MOST_TEXT]
         event = Event(
-            self._last + 1,
-            time.time(),
-            kind,
-            text[:MOST_TEXT],
-            level,
-            remedy[:MOST_TEXT],
-            replica,
-            rank,
-            model,
-            request_id,
-            group,
-            self._origin,
+            self._last + 1, time.time(), kind, text, level, remedy, replica, rank, model, request_id, group, self._origin
         )
         self._add(event)
         return event
 
     def note_refused(self, reason: str, request_id: str, group: str) -> Event:
         """Record that a request that ranks or engines failed on is not tried again, and return the event."""
-        return self.note(
-            "request_refused",
-            f"a request is not tried again: {reason}",
-            level="error",
-            request_id=request_id,
-            group=group,
-            remedy="Send it shorter or changed; if it fails alike, report it with the log.",
-        )
+        text = f"a request is not tried again: {reason}"
+        remedy = "Send it shorter or changed; if it fails alike, report it with the log."
+        return self.note("request_refused", text, level="error", request_id=request_id, group=group, remedy=remedy)
 
     def take(self, events: Iterable[Event], *, replica: int | None = None, model: str = "") -> None:
         """Copy events not yet seen from another history. `replica` and `model`, if given, override theirs."""
@@ -102,14 +87,8 @@ class History:
             if event.number <= self._taken.get(event.origin, 0):
                 continue
             self._taken[event.origin] = event.number
-            self._add(
-                msgspec.structs.replace(
-                    event,
-                    number=self._last + 1,
-                    model=model or event.model,
-                    replica=event.replica if replica is None else replica,
-                )
-            )
+            where = event.replica if replica is None else replica
+            self._add(msgspec.structs.replace(event, number=self._last + 1, model=model or event.model, replica=where))
 
     def after(self, number: int = 0) -> list[Event]:
         """Return the kept events with a number above `number`, oldest first."""

@@ -37,13 +37,8 @@ class Scores:
             return packed
         values, tokens = best
         order = np.lexsort((tokens, -values))
-        return PromptLogprobs(
-            self.k,
-            packed.logprobs,
-            packed.ranks,
-            _packed(np.take_along_axis(values, order, axis=1), "<f4"),
-            _packed(np.take_along_axis(tokens, order, axis=1), "<i4"),
-        )
+        values, tokens = (np.take_along_axis(column, order, axis=1) for column in best)
+        return PromptLogprobs(self.k, packed.logprobs, packed.ranks, _packed(values, "<f4"), _packed(tokens, "<i4"))
 
 
 def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *, samples: bool) -> Scores:

@@ -182,13 +182,8 @@ def serves(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
     """Return True for supported shapes: queries [rows, heads, 1, D], keys and values [rows, kv_heads, positions, D]."""
     sharing, rest = divmod(queries.shape[1], _arrays(keys)[0].shape[1])
     dim, numbers = queries.shape[3], (_arrays(keys)[-1], _arrays(values)[-1])
-    return (
-        not rest
-        and sharing <= MOST_SHARING
-        and dim in HEAD_DIMS
-        and dim == _width(keys) == _width(values)
-        and all(one.dtype == queries.dtype for one in numbers)
-    )
+    alike = dim == _width(keys) == _width(values) and all(one.dtype == queries.dtype for one in numbers)
+    return not rest and sharing <= MOST_SHARING and dim in HEAD_DIMS and alike
 
 
 def _arrays(side: mx.array | Quantized) -> tuple[mx.array, ...]:
@@ -225,12 +220,9 @@ def attend(
             inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype], **launch
         )
         return out
+    shapes = [(rows * heads, parts, dim), (rows * heads, parts, 2)]
     partial, stats = _kernel("parts", grouped)(
-        inputs=inputs,
-        template=template,
-        output_shapes=[(rows * heads, parts, dim), (rows * heads, parts, 2)],
-        output_dtypes=[mx.float32, mx.float32],
-        **launch,
+        inputs=inputs, template=template, output_shapes=shapes, output_dtypes=[mx.float32, mx.float32], **launch
     )
     [out] = _kernel("join")(
         inputs=[partial, stats],

@@ -73,11 +73,8 @@ class RunningBatches:
         always fits."""
         if len(micro_batch.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
             return False
-        need = (
-            sum(self._needs)
-            - micro_batch.positions(drafts=self._drafts)
-            + micro_batch.positions([self._length(sequence)], self._drafts)
-        )
+        before, after = (micro_batch.positions(more, self._drafts) for more in ([], [self._length(sequence)]))
+        need = sum(self._needs) - before + after
         return not self.running or need + len(sequence.tokens) + self.prefixes.spared <= self.limits.kv_tokens
 
     def _length(self, sequence: Sequence) -> int:

@@ -109,11 +109,8 @@ class Migrations:
                 if room <= 0 or (self._disk.checkpoints and sequence.computed % DISK_BLOCK_SIZE):
                     continue  # its states can be written in the next step that begins at the end of a block
                 migration.names = self._disk.names(sequence.hashes(sequence.computed))
-            ready = [
-                (number, name)
-                for number, name in self._missing(migration)
-                if name not in migration.ordered and _is_ready(number, name, sequence.computed)
-            ]
+            missing = [one for one in self._missing(migration) if one[1] not in migration.ordered]
+            ready = [one for one in missing if _is_ready(*one, sequence.computed)]
             disk_blocks = [one for one in ready if is_checkpoint(one[1])]  # a step later it would be too late
             disk_blocks += ready[: max(room, 0)][: len(ready) - len(disk_blocks)]
             if disk_blocks:

@@ -128,11 +128,8 @@ class PromptPace:
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
         """Return True if prompts of other micro-batches were computed meanwhile."""
         own = self._prompted.get(plan.micro_batch, -math.inf) > since + SAME_S  # later than the previous step of its own
-        return (
-            own
-            or any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch)
-            or any(one.prefill and one.micro_batch != plan.micro_batch for one in under_way)
-        )
+        others = any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch)
+        return own or others or any(one.prefill and one.micro_batch != plan.micro_batch for one in under_way)
 
     def _halved(self, most: int) -> int:
         return max(most >> self._halvings, min(LEAST, most))

@@ -121,12 +121,8 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True if no sequence is live, no plan is in progress, and no removal or eviction is pending."""
-        return not (
-            self.sequences
-            or self._under_way
-            or self.prefixes.leaving
-            or any(micro_batch.removes for micro_batch in self.batches.micro_batches)
-        )
+        removes = any(micro_batch.removes for micro_batch in self.batches.micro_batches)
+        return not (self.sequences or self._under_way or self.prefixes.leaving or removes)
 
     @property
     def compiling(self) -> Sequence | None:
@@ -229,15 +225,12 @@ class Scheduler:
         drafts, ask = (None, 0) if micro_batch.sampling else self._tries(decode)
         if not decode or (drafts is None and not ask and not micro_batch.names_tokens):
             return None
-        return SpecDecodePlan(
-            [
-                SpecDecodeRow(
-                    one.request_id, one.computed, [one.tokens[-1], *tries], one.untold() if self.speculation.model else []
-                )
-                for one, tries in zip(decode, drafts or repeat(()), strict=False)
-            ],
-            ask,
-        )
+        told = self.speculation.model
+        rows = [
+            SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries], one.untold() if told else [])
+            for one, tries in zip(decode, drafts or repeat(()), strict=False)
+        ]
+        return SpecDecodePlan(rows, ask)
 
     def _tries(self, decode: list[Sequence]) -> tuple[list[list[int]] | None, int]:
         """Return the drafts worth trying, and the number to ask a draft model for, within the context, as rows are padded."""
@@ -409,13 +402,10 @@ class Scheduler:
         if not (sequence.request.warms or (found.finite if found is not None else vector)):
             return self.fail(sequence, NOT_FINITE)
         self._finish(sequence)
+        reason = "stop" if sequence.request.pooling else "length"
+        cached, read = sequence.cached, sequence.from_disk
         return Output(
-            request_id,
-            finish_reason="stop" if sequence.request.pooling else "length",
-            cached_tokens=sequence.cached,
-            disk_tokens=sequence.from_disk,
-            vector=vector,
-            prompt_logprobs=found,
+            request_id, finish_reason=reason, cached_tokens=cached, disk_tokens=read, vector=vector, prompt_logprobs=found
         )
 
     def fail(self, sequence: Sequence, why: int) -> Refused:

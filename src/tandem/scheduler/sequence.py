@@ -301,24 +301,11 @@ class Sequence:
 def no_token(request_id: str, why: int) -> Refused:
     """Return the refusal for a sequence with error code `why` (< 0) in place of a token."""
     if why == NO_CONTINUATION:
-        return Refused(
-            request_id,
-            400,
-            "the output cannot be kept to the form that structured_outputs or the tools "
-            "ask for: it costs more to follow than is allowed; make it simpler",
-            code="structured_output_failed",
-            param="structured_outputs",
-        )
+        text = "the output cannot be kept to the form that structured_outputs or the tools ask for: it costs more to follow than "
+        text += "is allowed; make it simpler"
+        return Refused(request_id, 400, text, code="structured_output_failed", param="structured_outputs")
     if why == NO_GRAMMAR:
-        return Refused(
-            request_id,
-            503,
-            "what is needed to keep the output to a form could not be loaded; the server's log says why; try again later",
-            code="grammar_unavailable",
-        )
-    return Refused(
-        request_id,
-        500,
-        "the model produced logits that are not finite numbers; check the model's weights and dtype",
-        code="not_finite",
-    )
+        text = "what is needed to keep the output to a form could not be loaded; the server's log says why; try again later"
+        return Refused(request_id, 503, text, code="grammar_unavailable")
+    text = "the model produced logits that are not finite numbers; check the model's weights and dtype"
+    return Refused(request_id, 500, text, code="not_finite")
