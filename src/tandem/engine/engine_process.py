@@ -172,8 +172,8 @@ class EngineService:
             self._engine.submit(request)
         except RequestError as error:
             self._engine.metrics.refused.labels(str(error.status)).inc()
-            again = getattr(error, "retry_after", None)
-            refused = control.Refused(request.request_id, error.status, error.message, error.code, error.param, again)
+            retry_after = getattr(error, "retry_after", None)
+            refused = control.Refused(request.request_id, error.status, error.message, error.code, error.param, retry_after)
             self._ipc_server.send(client, refused)
             return
         self._owners[request.request_id] = client

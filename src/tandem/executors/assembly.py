@@ -28,7 +28,7 @@ from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
 from tandem.models.draft_heads import describe_draft
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, picture_bytes, rank_weights, token_bytes, tower_bytes
-from tandem.models.shard import Shard, plan_shards
+from tandem.models.shard import Shard, rank_shard
 from tandem.protocol.control import Ready
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.protocol.layout import StageSpec
@@ -102,12 +102,7 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
 
 def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -> Shard | None:
     """Return this rank's shard of heads and widths; None if it holds them whole. Raises LayoutError."""
-    if spec.tp_size == 1:
-        return None
-    shards = plan_shards(
-        description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize, expert_parallel=spec.expert_parallel
-    )
-    return shards[spec.tp_rank]
+    return rank_shard(description, spec, dequantize=dequantize) if spec.tp_size > 1 else None
 
 
 def _draft_files(spec: StageSpec) -> ModelFiles:

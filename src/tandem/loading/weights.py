@@ -238,10 +238,10 @@ class PartLoader:
 
     def _expand(self, group: Weights, settings: JsonObject) -> mx.array:
         # Scales are cast before use, as in the quantised product.
-        scales, whole = self._cast("scales", group["scales"]), group.get("global_scale")
+        scales, global_scale = self._cast("scales", group["scales"]), group.get("global_scale")
         biases = self._cast("biases", group["biases"]) if "biases" in group else None
         form = settings["group_size"], settings["bits"], settings["mode"]
-        array = mx.dequantize(group["weight"], scales, biases, *form, whole)
+        array = mx.dequantize(group["weight"], scales, biases, *form, global_scale)
         return self._cast("weight", array)
 
 

@@ -11,7 +11,7 @@ import math
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import element_bytes
 from tandem.models.pictures import FEATURE_BYTES, INPUT_BYTES
-from tandem.models.shard import held_kv_heads, plan_shards
+from tandem.models.shard import held_kv_heads, rank_shard
 from tandem.protocol.layout import StageSpec
 
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
@@ -166,14 +166,8 @@ def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDe
     whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
     more += mtp_position(description, compute_item(description, spec.dtype, gpu=gpu)) if spec.mtp and spec.samples else 0
-    shards = plan_shards(
-        description,
-        spec.tp_size,
-        weights=spec.tensor_split,
-        dequantize=dequantizes(spec.dequantize, gpu=gpu),
-        expert_parallel=spec.expert_parallel,
-    )
-    share = held_kv_heads(description, shards[spec.tp_rank]) / description.num_kv_heads
+    shard = rank_shard(description, spec, dequantize=dequantizes(spec.dequantize, gpu=gpu))
+    share = held_kv_heads(description, shard) / description.num_kv_heads
     return more + math.ceil(whole * description.cache_share(share))
 
 

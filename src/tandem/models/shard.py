@@ -10,6 +10,7 @@ from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
 from tandem.models.families.cuts import Cut, Kind, Sharding
 from tandem.models.families.sharding import NOT_SHARDED, SHARDING
+from tandem.protocol.layout import StageSpec
 
 _FLAG = "--tensor-parallel-size"
 _PARAM = "tensor_parallel_size"
@@ -110,6 +111,14 @@ def plan_shards(
         )
         for i in range(size)
     )
+
+
+def rank_shard(description: ModelDescription, spec: StageSpec, *, dequantize: bool) -> Shard:
+    """Return the part that a rank holds. Raise `LayoutError` as `plan_shards` does."""
+    shards = plan_shards(
+        description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize, expert_parallel=spec.expert_parallel
+    )
+    return shards[spec.tp_rank]
 
 
 def part_of(cut: Cut, shard: Shard, description: ModelDescription) -> Part:
