@@ -41,16 +41,9 @@ async def embed(http: Request, served: Served, fields: EmbeddingRequest) -> tupl
     status = served.status()
     _check(fields, status)
     inputs = await encode_prompts(await RequestTexts.of(http, served), fields.input, "input", closed=True)
-    outputs = await Prompts(
-        http,
-        served,
-        "embd",
-        inputs,
-        timeout=fields.timeout,
-        pooling=status.pooling,
-        window=get_api(http).settings.server.max_choices,
-    ).outputs()
-    return [output.vector for output in outputs], inputs
+    window = get_api(http).settings.server.max_choices
+    prompts = Prompts(http, served, "embd", inputs, timeout=fields.timeout, pooling=status.pooling, window=window)
+    return [output.vector for output in await prompts.outputs()], inputs
 
 
 def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:

@@ -434,17 +434,8 @@ def _blocks(path: Path, batch: BatchRecord, longest: int) -> Iterator[tuple[list
             if isinstance(line, ValueError):
                 faults.append(fault("invalid_request", f"line {number}: {line}.", number))
             else:
-                entry = Entry(
-                    0,
-                    line_id(batch.id, line.custom_id),
-                    batch.owner,
-                    batch.id,
-                    b"",
-                    line.url,
-                    KEPT_OPEN,
-                    LINE,
-                    line.custom_id.encode(),
-                )
+                name, custom_id = line_id(batch.id, line.custom_id), line.custom_id.encode()
+                entry = Entry(0, name, batch.owner, batch.id, b"", line.url, KEPT_OPEN, LINE, custom_id)
                 lines.append((entry, line.body))
                 size += len(line.body)
             if size > BYTES_AT_ONCE or len(lines) == ROWS_AT_ONCE or len(faults) == MOST_ERRORS:
