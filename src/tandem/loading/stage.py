@@ -86,6 +86,14 @@ class CacheMember(NamedTuple):
     arrays: list[tuple[tuple[int, ...], mx.Dtype]]
     """Shape and type of each array after a call of one token, in `state`'s order."""
 
+    @classmethod
+    def all_of(cls, layer: int, empty: Sequence[Cache], used: Sequence[Cache]) -> list[CacheMember]:
+        """Return the members of these caches of a layer: `empty`, and `used` in a call of one token."""
+        return [
+            cls(layer, one, [(part.shape, part.dtype) for _, part in tree_flatten(held.state) if isinstance(part, mx.array)])
+            for one, held in zip(members(empty), members(used), strict=True)
+        ]
+
 
 class StageModel:
     """A contiguous range of a model's layers. Not thread-safe: one thread does all MLX work of a process."""
@@ -199,15 +207,10 @@ class StageModel:
     @cached_property
     def cache_members(self) -> list[CacheMember]:
         """Caches of the layers, members of a CacheList one by one, with their arrays after a call of one token."""
-        return [
-            CacheMember(
-                min(self.layers_of(at), default=self.layers.start - 1) - self.layers.start,
-                one,
-                [(array.shape, array.dtype) for _, array in tree_flatten(held.state) if isinstance(array, mx.array)],
-            )
-            for at, (empty, traced) in enumerate(zip(self.make_caches(), self._traced(1), strict=True))
-            for one, held in zip(members([empty]), members([traced]), strict=True)
-        ]
+        found, start = list[CacheMember](), self.layers.start
+        for number, (empty, traced) in enumerate(zip(self.make_caches(), self._traced(1), strict=True)):
+            found += CacheMember.all_of(min(self.layers_of(number), default=start - 1) - start, [empty], [traced])
+        return found
 
     def make_caches(self) -> list[Cache]:
         """Return fresh single-sequence caches of the own layers."""

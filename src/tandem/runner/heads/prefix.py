@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from tandem.kv.store import Layers, unsupported
 from tandem.loading.pipeline_model import unevaluated
-from tandem.loading.prefix import Prefix, each_array, kinds_of, members, trimmable
+from tandem.loading.prefix import Prefix, each_array, kinds_of, trimmable
 from tandem.loading.stage import CacheMember
 from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 from tandem.runner.heads.mtp import MTPHead
@@ -55,10 +54,7 @@ def disk_layers(head: MTPHead | Eagle3Head, dtype: mx.Dtype) -> Layers | None:
     with unevaluated():
         head.join(mx.zeros((1, 1), mx.int32), head.states(mx.zeros((1, 1, head.width), dtype)), used)
     ends = CacheMember(0, KVCache(), [((1, 1, 1, _width(head.width)), dtype)] * 2)
-    found = [
-        CacheMember(0, one, [(array.shape, array.dtype) for _, array in tree_flatten(held.state) if isinstance(array, mx.array)])
-        for one, held in zip(members(empty), members(used), strict=True)
-    ]
+    found = CacheMember.all_of(0, empty, used)
     if not empty or not trimmable(empty) or unsupported(found, dtype):
         return None
     return Layers([*kinds_of(empty), KVCache], [*found, ends], 1, 0, dtype, as_bytes=False)
