@@ -367,8 +367,12 @@ class Watchdog:
         for number, rank in enumerate(self._ranks):
             if rank.tempo.turned(now, idle=idle):
                 if rank.tempo.slowness.told:
-                    text = "rank %d is slow: steps take %.1f times the usual time; no action is taken while it makes progress"
-                    log.log(self._level, text, number, rank.tempo.pace.slowdown)
+                    log.log(
+                        self._level,
+                        "rank %d is slow: steps take %.1f times the usual time; no action is taken while it makes progress",
+                        number,
+                        rank.tempo.pace.slowdown,
+                    )
                 else:
                     log.log(self._level, "rank %d is at its usual pace again", number)
         if (self._tempo.slowness.told or max(self.slowdowns) < SLOW / 2) and self._tempo.turned(now, idle=idle):

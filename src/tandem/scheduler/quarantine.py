@@ -61,8 +61,11 @@ class Quarantine:
         if resting is None or self._resting is None or self._resting[0] is not resting:
             self._resting = None if resting is None else (resting, now + REST_S)
             if resting is not None:
-                text = "Running nothing for %.0f s: ranks may die without request %s too, which ran alone when they died"
-                log.warning(text, REST_S, resting.request_id)
+                log.warning(
+                    "Running nothing for %.0f s: ranks may die without request %s too, which ran alone when they died",
+                    REST_S,
+                    resting.request_id,
+                )
                 trials += self._trial(resting, resting=True)
         elif now >= self._resting[1]:
             resting.rested = True

@@ -118,8 +118,8 @@ def unexpected(error: BaseException | None, where: str, follows: str) -> None:
     Only the stack frames are logged: the message of a library's exception may quote a prompt.
     """
     frames = "".join(traceback.format_tb(error.__traceback__)).rstrip() if error is not None else ""
-    text, name = "unexpected %s in %s; %s; please report it\n%s", type(error).__name__
-    seldom.log(logging.ERROR, text, name, where, follows, frames, kind=frames or where)
+    name = type(error).__name__
+    seldom.log(logging.ERROR, "unexpected %s in %s; %s; please report it\n%s", name, where, follows, frames, kind=frames or where)
 
 
 def internal_error(error: BaseException, where: str) -> ServerError:
