@@ -164,7 +164,7 @@ def _play(args: argparse.Namespace) -> None:
                 pipeline_parallel_size=stages,
                 threads_per_rank=args.threads,
                 prefix_cache=0.0,
-                kv_tokens=2 * args.tokens + 4096,
+                kv_tokens=2 * args.tokens + 4096 + 2500 * args.streams,
                 self_check=False,
                 log_level="WARNING",
                 **options,

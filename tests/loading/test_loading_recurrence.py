@@ -152,3 +152,28 @@ def test_a_gpu_is_given_a_few_tokens_at_a_time(name: str, on_the_cpu: None, monk
     waited.clear()
     run()
     assert not waited
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="the kernel is CUDA's")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["mlx_lm.models.gated_delta", "mlx_vlm.models.gated_delta", "mlx_vlm.models.qwen3_5.gated_delta"]
+)
+def test_a_kernel_computes_the_gated_delta_rule_on_a_gpu(name: str, dtype: mx.Dtype):
+    """Against steps token by token: a gate for each head or element, no state before, and two sequences."""
+    module = importlib.import_module(name)
+    theirs = inspect.unwrap(module.gated_delta_ops)
+    seams.fuse_gated_delta()
+    for by_key, tokens, state in (
+        (False, 5, None),
+        (False, 1, random(2, HEADS, 64, WIDTH)),
+        (True, 7, random(2, HEADS, 64, WIDTH)),
+    ):
+        q, k = (random(2, tokens, HEADS // 2, WIDTH).astype(dtype) for _ in range(2))
+        v = mx.random.normal((2, tokens, HEADS, 64)).astype(dtype)
+        gate = mx.sigmoid(random(2, tokens, HEADS, *[WIDTH] * by_key))
+        beta = mx.sigmoid(random(2, tokens, HEADS)).astype(dtype)
+        got, want = (rule(q, k, v, gate, beta, state) for rule in (module.gated_delta_ops, theirs))
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == other.dtype
+            assert mx.allclose(one, other, atol=1e-5 if dtype == mx.float32 else 1e-2).item()

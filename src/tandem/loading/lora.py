@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from tandem.loading.memory import on_cuda
+from tandem.loading.memory import CUDA_TYPES, on_cuda
 from tandem.loading.shard_modules import Around
 
 THREADS = 512
@@ -20,10 +20,6 @@ MOST_ROWS = 64
 WIDTH = 8
 """Numbers in one read of the kernel. Ranks are padded to a multiple."""
 
-_HEADER = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-"""
 _SOURCE = r"""
     struct alignas(16) Read { T at[8]; };
     constexpr int ENDS[] = {END_OF_PARTS}, PARTS = sizeof(ENDS) / sizeof(int);
@@ -171,7 +167,7 @@ def kernel(ends: tuple[int, ...]) -> Callable[[mx.array, mx.array, mx.array, mx.
         input_names=["x", "y", "a", "b", "index"],
         output_names=names,
         source=source.replace("THREADS", str(THREADS)),
-        header=_HEADER,
+        header=CUDA_TYPES,
     )
 
     def add(x: mx.array, y: mx.array, a: mx.array, b: mx.array, index: mx.array) -> Sequence[mx.array]:

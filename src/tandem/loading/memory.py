@@ -30,6 +30,8 @@ CUDA_SHARE = 0.95
 SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
 """Memory of a Mac that is never wired: this many bytes, or a fourth of all memory if that is more."""
 GIB = 1 << 30
+CUDA_TYPES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+"""Begin of a CUDA kernel's header: types of 16 bits."""
 PAGE, HEAP_BYTES, HEAP_ARRAY = 16384, 1 << 20, 256
 """Bytes of a page on Apple silicon, of the heap of MLX's Metal allocator, and of the largest array in that heap."""
 

@@ -6,6 +6,9 @@
 chunk and then the outputs, with every state alive in between: 2 GiB a layer for 512 tokens of Qwen3.5-397B. The patch
 makes each token's state depend on its output. The arithmetic is unchanged.
 
+*The gated delta rule* on NVIDIA GPUs, for which neither library has a kernel: one kernel takes the place of mlx-lm's step per
+token, and of mlx-vlm's chunks.
+
 *`mx.split`* on NVIDIA GPUs: a part's reported size ignores the gaps between its rows. MLX's rotary kernel for CUDA
 allocates its result by that size but writes with the part's strides, and so overwrites other arrays. Models with latent
 attention rotate such parts in every layer (https://github.com/ml-explore/mlx/pull/4540). Slices report the gaps.
@@ -24,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from tandem.loading import quantized_kv
-from tandem.loading.memory import on_cuda
+from tandem.loading.memory import CUDA_TYPES, on_cuda
 from tandem.loading.quantized_kv import Quantized
 
 BLOCK = 16
@@ -37,6 +40,34 @@ STEPS = (("gated_delta", "_gated_delta_step_ops"), ("rwkv7", "_wkv7_step_ops"), 
 SCANS = (("bailing_moe_linear", "recurrent_gla"),)
 """mlx-lm functions, by module, over all tokens of q, k, v [B, H, L, D] from a state `h`; they return the final state
 last."""
+GATED_DELTA = ("mlx_lm.models.gated_delta", "mlx_vlm.models.gated_delta", "mlx_vlm.models.qwen3_5.gated_delta")
+"""Modules with the gated delta rule."""
+_GATED_DELTA = r"""
+    constexpr int N = Dk / 32;  // numbers of a state's row that a lane keeps
+    const int T = q_shape[1], Hk = q_shape[2], Hv = v_shape[2], Dv = v_shape[3], b = blockIdx.y / Hv, h = blockIdx.y % Hv;
+    const int lane = threadIdx.x % 32, row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    const long place = ((long)blockIdx.y * Dv + row) * Dk + lane * N;
+    float s[N];
+    for (int i = 0; i < N; i++) s[i] = float(state[place + i]);
+    for (int t = 0; t < T; t++) {
+        const long at = ((long)b * T + t) * Hv + h, shared = (((long)b * T + t) * Hk + h / (Hv / Hk)) * Dk + lane * N;
+        float seen = 0.f, out = 0.f;
+        for (int i = 0; i < N; i++) {
+            s[i] *= float(g[BY_KEY ? at * Dk + lane * N + i : at]);
+            seen += s[i] * float(k[shared + i]);
+        }
+        for (int o = 16; o; o >>= 1) seen += __shfl_xor_sync(0xffffffff, seen, o);
+        const float delta = (float(v[at * Dv + row]) - seen) * float(beta[at]);
+        for (int i = 0; i < N; i++) {
+            s[i] += float(k[shared + i]) * delta;
+            out += s[i] * float(q[shared + i]);
+        }
+        for (int o = 16; o; o >>= 1) out += __shfl_xor_sync(0xffffffff, out, o);
+        if (lane == 0) y[at * Dv + row] = Y(out);
+    }
+    for (int i = 0; i < N; i++) next[place + i] = S(s[i]);
+"""
+WARPS = 4
 
 Recurrence = Callable[..., tuple[mx.array, Any]]
 
@@ -48,6 +79,7 @@ def patch_mlx_lm() -> None:
     let_caches_attend()
     bound_recurrences()
     if on_cuda():
+        fuse_gated_delta()
         split_by_slices()
 
 
@@ -135,6 +167,49 @@ def _scan(theirs: Recurrence) -> Recurrence:
         return mx.concatenate(outputs, axis=2), h
 
     return scan
+
+
+def fuse_gated_delta() -> None:
+    """Patch the gated delta rule of imported model modules. Idempotent."""
+    for owner in filter(None, map(sys.modules.get, GATED_DELTA)):
+        for name in ("gated_delta_ops", "gated_delta_chunked"):
+            theirs = getattr(owner, name, None)
+            if theirs is not None and not hasattr(theirs, "__wrapped__"):
+                setattr(owner, name, _gated_delta(theirs))
+
+
+def _gated_delta(theirs: Recurrence) -> Recurrence:
+    """Return the gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464) as a kernel: outputs [B, T, Hv, Dv] for
+    q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk] and beta [B, T, Hv], and the state [B, Hv, Dv, Dk]
+    behind them. A warp takes one row of a state; sums are float32. `theirs` takes widths that it cannot, and masks.
+    """
+    made: Any = mx.fast.cuda_kernel(
+        name="tandem_gated_delta",
+        input_names=["q", "k", "v", "g", "beta", "state"],
+        output_names=["y", "next"],
+        source=_GATED_DELTA,
+        header=CUDA_TYPES,
+    )
+
+    @functools.wraps(theirs)
+    def update(
+        q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None = None, *others: object
+    ) -> tuple[mx.array, mx.array]:
+        (rows, _, heads, depth), width = v.shape, k.shape[-1]
+        if width % 32 or depth % WARPS or any(one is not None for one in others):  # a mask, or a wish for each token's state
+            return theirs(q, k, v, g, beta, state, *others)
+        state = mx.zeros((rows, heads, depth, width)) if state is None else state
+        y, state = made(
+            inputs=[q, k, v, g, beta, state],
+            template=[("Y", q.dtype), ("S", state.dtype), ("Dk", width), ("BY_KEY", g.ndim == 4)],
+            grid=(depth * 32, rows * heads, 1),
+            threadgroup=(WARPS * 32, 1, 1),
+            output_shapes=[v.shape, state.shape],
+            output_dtypes=[q.dtype, state.dtype],
+        )
+        return y, state
+
+    return update
 
 
 def split_by_slices() -> None:

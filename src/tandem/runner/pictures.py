@@ -111,8 +111,8 @@ class EncoderProcess:
             raise BrokenModel(f"{files.name}: has no weights of a vision tower; get the whole model, or give --vision off")
         self._spec, self.sandbox = spec, Sandbox(None, "encoder")
         self._arguments = {"spec": spec, "files": files, "dtype": dtype_name(dtype)}
-        self._stream = mx.default_stream(mx.cpu)
-        """Stream of this thread, which computes with the features."""
+        self._stream = mx.new_thread_unsafe_stream(mx.cpu)
+        """Stream on which features are read, by one thread at a time."""
 
     def encode(self, order: EncodePicture, held: dict[str, Any], report: Callable[[PictureEncoded], None]) -> None:
         """Encode a picture, add its features to `held`, and report. A picture during which the process ends is tried again, at
@@ -126,9 +126,11 @@ class EncoderProcess:
                     task = SandboxTask("tandem.executors.worker", "encode_picture", arguments).encoded()
                     reply = self.sandbox.ask(task, self._spec.encoder_seconds)
                     if isinstance(reply, TaskDone):
-                        held[order.key] = mx.load(file.name, stream=self._stream)  # read where they are used
+                        features = mx.load(file.name, stream=self._stream)
+                        mx.eval(features)  # here, as running streams wait for the thread that computes
+                        held[order.key] = features
                         return report(reply.decoded(PictureEncoded))
-            except OSError as failed:
+            except (OSError, *MLX_ERRORS) as failed:
                 return report(answer(f"the picture cannot be handed to its encoder: {failed}", died=True))
             if isinstance(reply, SandboxEnded) and not reply.how:  # by `PictureFeatures.close`
                 return None

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tandem.loading.memory import CUDA_TYPES
 from tandem.loading.quantized_kv import Quantized
 from tandem.runner.kv_buffer import Attention
 
@@ -33,12 +34,13 @@ ALIKE = 64
 WASTE = 65_536
 """Key elements beyond the rows' ends, per row, from which grouping by length is faster on a CPU."""
 
-_HEADER = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+_HEADER = (
+    CUDA_TYPES
+    + r"""
 #define UNROLL(i, COUNT) _Pragma("unroll") for (int i = 0; i < COUNT; i++)
 template <typename N, int COUNT> struct alignas(COUNT * sizeof(N)) Vector { N at[COUNT]; };  // read at once
 """
+)
 _ATTEND = r"""
     constexpr int P = G * D <= 512 ? 8 : G * D <= 1024 ? 16 : 32;  // lanes that share a position
     constexpr int STATES = 128 / P, E = D / P, U = 2;  // each state takes U positions at once
