@@ -153,6 +153,12 @@ def test_several_lines_and_the_end(talk, monkeypatch):
     assert "/image FILE" in talk.command("/?")
 
 
+def test_a_picture_for_a_model_that_is_loaded_here_is_refused_by_its_reason(talk):
+    talk.model.can_see = False
+    with pytest.raises(UsageError, match=r"^echo is loaded here, and pictures go to servers alone; .*`tandem serve`"):
+        talk.command("/image a.png")
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     model = tiny_model(tmp_path_factory.mktemp("talk") / "tiny", config={"max_position_embeddings": 100_000})
