@@ -153,6 +153,23 @@ def test_several_lines_and_the_end(talk, monkeypatch):
     assert "/image FILE" in talk.command("/?")
 
 
+@pytest.mark.parametrize(("known", "sees"), [({}, True), ({"input_modalities": ["text"]}, False)])
+def test_a_model_that_is_not_loaded_yet_may_see(monkeypatch, known, sees):
+    answers = {
+        "/model/info": {"default_sampling_params": {}},
+        "/v1/models/a": {"id": "a", **({"architecture": known} if known else {})},
+    }
+    monkeypatch.setattr(RemoteModel, "names", lambda self: ["a"])
+    monkeypatch.setattr(RemoteModel, "_info", lambda self, path: answers[path])
+    assert RemoteModel(ServerClient("http://127.0.0.1:9"), "a", {}).can_see is sees
+
+
+def test_a_picture_for_a_model_that_is_loaded_here_is_refused_by_its_reason(talk):
+    talk.model.can_see = False
+    with pytest.raises(UsageError, match=r"^echo is loaded here, and pictures go to servers alone; .*`tandem serve`"):
+        talk.command("/image a.png")
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     model = tiny_model(tmp_path_factory.mktemp("talk") / "tiny", config={"max_position_embeddings": 100_000})

@@ -162,6 +162,9 @@ def test_pictures_are_read_from_paths_and_data_uris_and_bad_ones_refused(tmp_pat
         ):
             with pytest.raises(RequestError, match=f"picture 2 .*{words}"):
                 seeing.chat(shown(given[1], bad), params)
+        for kind in ("input_image", "video", ["image"]):
+            with pytest.raises(RequestError, match=r"messages\[0\]: content parts of type .* are not taken; give 'text', 'im"):
+                seeing.chat([{"role": "user", "content": [{"type": kind, "image_url": given[1]}]}], params)
         with pytest.raises(RequestError, match="maximum context length"):
             seeing.chat(shown(*[given[1]] * 2000), params)
 

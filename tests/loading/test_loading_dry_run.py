@@ -134,6 +134,8 @@ def test_types_can_be_tried_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PASS qwen3_next: 4 layers" in capsys.readouterr().out
     assert main(["parity", "--tiny", "nothing"]) == 2
     assert "neither a directory" in capsys.readouterr().err
+    assert main(["parity", "--tiny", "lfm2_vl"]) == 2 and "did you mean lfm2-vl?" in capsys.readouterr().err
+    assert main(["parity", "--tiny", "afm7"]) == 2 and "because its last layers" in capsys.readouterr().err
 
 
 def test_modules_are_named_as_mlx_lm_names_them() -> None:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from seeing import seeing_model
 from tandem.checkpoints.resolve import resolve
 from tandem.cli.main import main
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
@@ -36,14 +37,19 @@ TYPES = sorted(name for name, family in FAMILIES.items() if family.source == "ml
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
-        ({}, "mlx-vlm and pillow not installed here"),
-        ({"mlx-vlm": "0.7.12"}, "pillow not installed here"),
+        ({}, "mlx-vlm and pillow are not installed here"),
+        ({"mlx-vlm": "0.7.12"}, "pillow is not installed here"),
         ({"mlx-vlm": "0.7.9", "pillow": "12.0.0"}, "mlx-vlm 0.7.9 is here"),
         ({"mlx-vlm": "0.8.0rc1", "pillow": "12.0.0"}, "mlx-vlm 0.8.0 is here"),
     ],
 )
 def test_a_model_of_mlx_vlm_is_refused_without_it(
-    installed: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    installed: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     """By the commands, and by the engine before any weights are downloaded: from a hub it has their headers alone."""
     (tmp_path / "config.json").write_text('{"model_type": "kolibri1"}')
@@ -58,6 +64,11 @@ def test_a_model_of_mlx_vlm_is_refused_without_it(
         assert main(["parity", "--tiny", named]) == 2
         error = capsys.readouterr().err
         assert said in error and "pip install --no-deps 'mlx-vlm>=0.7.10,<0.8'" in error and error.count("\n") == 1
+    sees = {"model": str(seeing_model(tmp_path / "sees", "mistral3"))}
+    layout = build_layout.plan_layout(Settings(model=ModelSettings(**sees), parallel=ParallelSettings()))
+    assert said in layout.description.no_pictures and "vision left out (pictures are encoded by mlx-vlm 0.7.10" in caplog.text
+    with pytest.raises(UnsupportedModel, match=said):
+        build_layout.plan_layout(Settings(model=ModelSettings(**sees, vision_rank="own"), parallel=ParallelSettings()))
     downloads = []
     files = resolve(str(tiny_model(tmp_path / "llama")))
 

@@ -146,8 +146,8 @@ WORKS = [
     (
         "pooling models, vision models and LoRA: rejected",
         "rejected under the plugin, by name, before anything starts; `tandem serve` has "
-        "[adapters](models.md#several-models-and-lora-adapters), embeddings of decoders, and the text part of models "
-        "that see",
+        "[adapters](models.md#several-models-and-lora-adapters), embeddings of decoders, and [pictures](models.md#pictures) "
+        "for some types",
         "tests/vllm_plugin/test_vllm_plugin_refused.py::test_what_cannot_run_is_refused_at_configuration",
     ),
     (

@@ -287,7 +287,7 @@ DIFFERS = [
         "children end with their parent",
         "a pattern may hit somebody else's process",
     ),
-    ("text models only", "text models, and the text part of models that also see; no images, no audio", "one thing well, first"),
+    ("text models only", "text models, and [pictures](models.md#pictures) for some types; no audio", "one thing well, first"),
     (
         '`tool_choice: "required"` is not enforced',
         "enforced, with arguments that fit their schemas",

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from tandem.checkpoints.config import read_config
 from tandem.cli.arguments import filled_in, load_settings
+from tandem.config.options import nearest
 from tandem.diagnostics.parity.comparison import Comparison, MlxRank, ParityOptions, Verdict, launched_rank, prepare
 from tandem.engine.build_layout import stage_sizes
 from tandem.errors import ConfigError
 from tandem.log import set_up
+from tandem.models.families.table import REFUSED
 from tandem.models.families.tiny import TINY, tiny_config
 from tandem.models.sources import require_source
 
@@ -53,9 +55,15 @@ def _try(arguments: argparse.Namespace) -> int:
     elif named in TINY:
         config = tiny_config(named)
     else:
-        raise ConfigError(
-            f"--tiny {named}: is neither a directory with a config.json nor one of {', '.join(sorted(TINY))}", param="tiny"
+        why = (
+            f"that type is refused, because {REFUSED[named]}"
+            if named in REFUSED
+            else (
+                f"it is neither a directory with a config.json nor one of the {len(TINY)} types of docs/models-list.md"
+                f"{nearest(named, TINY)}"
+            )
         )
+        raise ConfigError(f"--tiny {named}: {why}", param="tiny")
     require_source(str(config.get("model_type")))
     from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which must follow the BLAS
     from tandem.testing import tiny_model

@@ -20,7 +20,7 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.several import lora_modules
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
-from tandem.errors import ConfigError, LayoutError, ModelError
+from tandem.errors import ConfigError, LayoutError, ModelError, UnsupportedModel
 from tandem.executors.executor import Executor
 from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
@@ -35,6 +35,7 @@ from tandem.models.mtp import require_head
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
+from tandem.models.sources import lacking_mlx_vlm
 from tandem.planner.profile import Profile, read_profile
 from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.keys import ClusterKeys
@@ -90,7 +91,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     require_dry_run(files.path, description)
     if files.headers is not None and model.weights_from == "head":
         files = resolve(model.model, revision=model.revision)
-    _note_senses(files.name, description)
+    description = _senses(files.name, description, apart=model.vision_rank == "own")
     sizes = stage_sizes(parallel)
     draft, head = _find_draft_model(settings, files, description)
     if head and head.kind == "mtp":  # the rank that samples must have both layers whose keys and values it reads, whole
@@ -149,8 +150,15 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     )  # fmt: skip
 
 
-def _note_senses(name: str, description: ModelDescription) -> None:
-    """Log what of a multimodal model is served."""
+def _senses(name: str, description: ModelDescription, *, apart: bool) -> ModelDescription:
+    """Log what of a multimodal model is served, and return its description, without pictures where mlx-vlm is missing.
+
+    `apart`: a process of its own is asked for. Raises UnsupportedModel if that has no mlx-vlm.
+    """
+    if not description.no_pictures and (lacking := lacking_mlx_vlm("pictures are encoded")):
+        if apart:
+            raise UnsupportedModel(lacking)
+        description = replace(description, no_pictures=lacking)
     if not (why := description.no_pictures):
         log.info("%s: its vision tower is loaded with the first picture", name)
     elif description.left_out:
@@ -160,6 +168,7 @@ def _note_senses(name: str, description: ModelDescription) -> None:
             " and ".join(description.left_out),
             why,
         )
+    return description
 
 
 def _stage_specs(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
 from tandem.text.pictures import refusal
 
@@ -14,6 +15,16 @@ from tandem.text.pictures import refusal
 def is_picture(part: object) -> bool:
     """Return whether a content part is a picture."""
     return isinstance(part, dict) and part.get("type") in ("image_url", "image")
+
+
+def check_kinds(messages: Sequence[JsonMapping], words: Collection[str]) -> None:
+    """Raise RequestError for a content part that would be left out. `words`: strings that the chat template compares with."""
+    for number, message in enumerate(messages):
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind not in ("text", "image_url", "image") and (kind in ("audio", "video") or str(kind) not in words):
+                why = f"messages[{number}]: content parts of type {kind!r} are not taken; give 'text', 'image_url' or 'image'"
+                raise RequestError(why, param="messages")
 
 
 def shown(messages: Sequence[JsonMapping], placeholder: str) -> tuple[list[JsonMapping], list[tuple[str, bool]]]:

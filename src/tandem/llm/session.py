@@ -22,7 +22,7 @@ from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
 from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
-from tandem.llm.pictures import is_picture, shown
+from tandem.llm.pictures import check_kinds, is_picture, shown
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
@@ -223,6 +223,7 @@ class Session:
                 "messages must be a list of one message or more, such as {'role': 'user', 'content': 'Hello'}", param="messages"
             )
         _require_unicode(messages, "messages")
+        check_kinds(messages, self.tokenizer.template_words)
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
         if not any(is_picture(part) for parts in contents for part in parts):
             return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))

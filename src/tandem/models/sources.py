@@ -21,8 +21,14 @@ def require_source(model_type: str) -> None:
 
 def require_mlx_vlm(what: str) -> None:
     """Return if mlx-vlm is installed. Raise UnsupportedModel with the remedy for `what` otherwise."""
-    if found := _lacking():
-        raise UnsupportedModel(f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)")
+    if why := lacking_mlx_vlm(what):
+        raise UnsupportedModel(why)
+
+
+def lacking_mlx_vlm(what: str) -> str:
+    """Return that `what` needs mlx-vlm, and the remedy; empty if a supported one is installed."""
+    found = _lacking()
+    return f"{what} by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} (on every machine)" if found else ""
 
 
 def has_mlx_vlm() -> bool:
@@ -33,7 +39,7 @@ def has_mlx_vlm() -> bool:
 def _lacking() -> str:
     """Return which package is missing, or of another version; empty if none is."""
     if missing := [name for name in ("mlx-vlm", "pillow") if _version(name) is None]:
-        return f"{' and '.join(missing)} not installed"
+        return f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed"
     version = _version("mlx-vlm") or ()
     return "" if MLX_VLM[0] <= version < MLX_VLM[1] else f"mlx-vlm {'.'.join(map(str, version))} is"
 

@@ -30,6 +30,9 @@ MAX_PIXELS = 64_000_000
 LOW = (512, 512)
 """Largest size, in pixels, of pictures with `detail` "low"."""
 _KINDS = "send PNG, JPEG, WebP, GIF or AVIF"
+_WHOLE = "send a whole file"
+_BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
+"""First bytes of kinds that are read."""
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 _TORCHVISION = {"PixtralProcessor": "pixtral", "Gemma4Processor": "gemma4"}
 _NUMPY = {"lfm2_vl": "Lfm2VlNumpyImageProcessor", "gemma4_unified": "Gemma4UnifiedImageProcessor"}
@@ -301,7 +304,9 @@ def decoded(number: int, url: str, *, low: bool = False) -> Any:
     except Image.DecompressionBombError:  # also Pillow's own
         raise refusal(number, f"has more than {MAX_PIXELS // 10**6} million pixels", "send it smaller") from None
     except UnidentifiedImageError:
+        if raw.startswith(_BEGINNINGS):
+            raise refusal(number, "is damaged or cut short (what follows its first bytes cannot be read)", _WHOLE) from None
         raise refusal(number, f"is of an unknown kind (its first bytes are {raw[:8]!r})", _KINDS) from None
     except Exception as error:  # noqa: BLE001 - Pillow raises many kinds for damaged files
         why = " ".join(str(error).split())[:100] or type(error).__name__
-        raise refusal(number, f"is damaged or cut short ({why})", "send a whole file") from None
+        raise refusal(number, f"is damaged or cut short ({why})", _WHOLE) from None

@@ -235,6 +235,7 @@ def _damaged():
         "empty": ("data:image/png;base64,", ["unknown kind"]),
         "svg": (uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), ["SVG", "send PNG"]),
         "unknown": (uri(b"II*\0junkjunk"), ["unknown kind", "send PNG"]),
+        "begun": (uri(good[:8] + b"junk"), ["picture 1 is damaged or cut short", "send a whole file"]),
         "cut": (uri(good[:-100]), ["cut short", "send a whole file"]),
         "bomb": (uri(bytes(bomb)), ["more than 64 million pixels", "smaller"]),
         "gif": (uri(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])), ["animated (GIF)", "one frame"]),

@@ -96,8 +96,8 @@ class RemoteModel:
             raise UsageError(f"{server.url} has no model {name!r}; there is: {', '.join(names)}", param="model")
         self.name = name or names[0]
         info = self._info("/model/info")
-        reads = self._info(f"/v1/models/{quote(self.name)}").get("architecture", {}).get("input_modalities", ())
-        self.can_see = not info or "image" in reads  # other servers do not have the path, and may accept images
+        reads = self._info(f"/v1/models/{quote(self.name)}").get("architecture", {}).get("input_modalities", ("image",))
+        self.can_see = not info or "image" in reads  # other servers, and models that are not loaded, may accept images
         own = info.get("default_sampling_params", {})
         known = SamplingDefaults.__struct_fields__
         self._defaults = {key: value for key, value in defaults.items() if key in known and key not in own}

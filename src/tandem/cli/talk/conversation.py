@@ -76,7 +76,11 @@ class Conversation:
     def add_image(self, name: str) -> str:
         """Collect a picture's file for the next message, and return the text to show. Raises UsageError."""
         if not self.model.can_see:
-            raise UsageError(f"{self.model.name} sees no pictures; talk to a server whose model does (`tandem chat --url URL`)")
+            remote = isinstance(self.model, RemoteModel)
+            why = "sees no pictures" if remote else "is loaded here, and pictures go to servers alone"
+            raise UsageError(
+                f"{self.model.name} {why}; talk to a server whose model sees (`tandem serve`, `tandem chat --url URL`)"
+            )
         kind = mimetypes.guess_type(name)[0] or ""
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
