@@ -47,6 +47,13 @@ def test_a_models_name_is_shown_as_it_is_or_not_at_all(
     assert listed(space, capsys) == shown
 
 
+def test_a_checkpoint_adds_no_tokens_and_a_ranks_states_are_of_its_type(space: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = space.rename(space.parent / "model-auto-float32-tp0.2-0.1-0.32")
+    (space / f"{bytes(17).hex()}.0-1.0-1.kv").write_bytes(b"x")
+    assert main(["cache", "list", "--kv-disk", str(space.parent)]) == 0
+    assert "float32, rank 0 of 2      64      2" in capsys.readouterr().out
+
+
 def test_what_is_no_piece_keeps_none_from_being_deleted(space: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (space / f"{bytes(15).hex()}.kv").mkdir()
     elsewhere = space.parent.parent / "elsewhere"

@@ -87,7 +87,7 @@ def test_drafts_after_a_restart_are_those_without_one(tmp_path: Path, monkeypatc
     assert first and others == [first] * 2
 
 
-def test_a_head_whose_kv_on_disk_is_damaged_starts_anew(tmp_path: Path) -> None:
+def test_a_head_whose_kv_on_disk_is_damaged_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory, found, damaged = str(model(tmp_path / "model", right=1.0)), [], list[Path]()
     for _ in range(2):
         with LLM(directory, prefill_chunk=16, kv_disk=str(tmp_path / "kv"), **MTP) as llm:
@@ -98,6 +98,7 @@ def test_a_head_whose_kv_on_disk_is_damaged_starts_anew(tmp_path: Path) -> None:
             part.write_bytes(part.read_bytes()[:-1])
             damaged.append(part)
     assert not damaged[0].exists() and len(damaged) == 1
+    assert f"KV of the draft head on disk cannot be used: {damaged[0].name} is damaged" in caplog.text
     assert found[0] == found[1] and status.prefix_hits == 1
 
 

@@ -194,6 +194,13 @@ def test_logprobs_are_for_rows_that_ask() -> None:
     assert found["c"][0].top == []
 
 
+def test_logprobs_are_read_from_arrays_that_the_next_step_does_not_take() -> None:
+    sampler = Sampler(4, (EOS,))
+    sampler.add("a", SamplingParams(temperature=0.0, logprobs=0), 0, [1], 1)
+    sampled = sampler.sample(mx.array([[1.0, 2.0, 3.0, 4.0]]), ["a"])
+    assert not {id(one) for one in sampled.arrays[1:]} & {id(sampled.tokens)}, "MLX arrays must not be shared by threads"
+
+
 def test_banned_tokens_do_not_show_up_in_logprobs() -> None:
     sampler = Sampler(4, (EOS,))
     sampler.add("a", SamplingParams(temperature=0.0, logprobs=9, min_tokens=2), 0, [1], 1)

@@ -96,6 +96,10 @@ class Unusable(Exception):
     """Raised if a disk block file is missing, damaged or mismatched."""
 
 
+class Absent(Unusable):
+    """Raised if no file of a disk block was known."""
+
+
 def open_directory(directory: Path, space: str) -> None:
     """Create the directory and its space, or check that the directory is Tandem's. Raises UsageError."""
     with file_errors(f"--kv-disk {directory}: cannot keep KV there", "give another directory", param="kv_disk"):
@@ -214,7 +218,7 @@ class DiskBlockFiles:
         wanted = wanted or self.part
         sources = self._sources(name, wanted)
         if sources is None:
-            raise Unusable("it is not there")
+            raise Absent("it is not there")
         files: dict[str, tuple[_Header, list[Layer]]] = {}
         for part, _ in (one for layer in sources for one in layer):
             if part.label not in files:

@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from tandem.comm.group import dispatch
 from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
-from tandem.kv.files import DiskBlockFiles, FilePart, Kind, Layer, Unusable
+from tandem.kv.files import Absent, DiskBlockFiles, FilePart, Kind, Layer, Unusable
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.loading.prefix import BY_POSITION, LAST_POSITIONS, STORABLE, Prefix, last_positions, with_arrays
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
@@ -436,7 +435,7 @@ class KVDisk:
     def _read_head(self, order: Fetch, part: FilePart) -> None:
         """Read a draft head's part of a prefix. Where some is missing or damaged, the head starts anew."""
         names, arrived = [name for name in order.names if not is_checkpoint(name)], None
-        with suppress(Unusable, MemoryError, ValueError):
+        try:
             for number, name in enumerate(names):
                 layers, dtype, _ = self._files.read(name, part)
                 arrived = arrived or _Arrived(layers, dtype, len(names))
@@ -444,6 +443,10 @@ class KVDisk:
             assert arrived is not None
             arrived.finish()
             self._head_arrived[order.key] = arrived
+        except Absent:
+            pass  # written without a head
+        except (Unusable, MemoryError, ValueError) as error:
+            seldom.warning("KV of the draft head on disk cannot be used: %s; it starts anew", str(error) or "no memory is left")
 
     def _survey(self, order: Survey) -> None:
         try:
@@ -470,7 +473,8 @@ class KVDisk:
         except OSError as error:
             self._quiet_until = time.monotonic() + FULL_S
             self._report(Written(self._rank, [], gone=self._files.take_gone()))
-            seldom.warning("KV cannot be written to disk: %s; pausing for %.0f s", error.strerror or error, FULL_S)
+            why, place = error.strerror or error, self._files.directory.parent
+            seldom.warning("KV cannot be written to disk (--kv-disk %s): %s; pausing for %.0f s", place, why, FULL_S)
         finally:
             with self._lock:
                 self._waiting -= nbytes

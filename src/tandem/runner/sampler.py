@@ -342,6 +342,8 @@ def _logprob_columns(logits: mx.array, tokens: mx.array, plan: _Plan) -> tuple[m
         return ()
     if plan.asked_rows is not None:
         logits, tokens = logits[plan.asked_rows], tokens[plan.asked_rows]
+    else:
+        tokens = tokens + 0  # copy: another thread reads it while the next step takes the tokens
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     places = mx.maximum(tokens, 0)[:, None]
     chosen = (mx.take_along_axis(logits, places, axis=-1) - norm)[:, 0]

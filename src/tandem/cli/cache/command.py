@@ -18,7 +18,7 @@ from tandem.cli.screen import plain_table, print_table
 from tandem.errors import UsageError
 from tandem.json_types import JsonObject
 from tandem.kv.files import ABOUT, MARK
-from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE, NAME_BYTES
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import file_errors, read_text
 
@@ -43,8 +43,9 @@ class Space:
 
     @property
     def type(self) -> str:
-        """Element type of the KV."""
-        return self.name.rpartition("-")[2]
+        """Element type of the KV; for states that only an equal division of the layers can use, with the rank."""
+        name, _, ranks = self.name.partition("-tp")
+        return name.rpartition("-")[2] + (f", rank {ranks.partition('-')[0].replace('.', ' of ')}" if ranks else "")
 
 
 def look(directory: Path) -> list[Space]:
@@ -53,10 +54,11 @@ def look(directory: Path) -> list[Space]:
     for place in _spaces(directory):
         space, names = Space(place.name, _model(place)), set()
         for path, size, used in _files(place):
-            names.add(path.name.partition(".")[0])
+            if len(name := path.name.partition(".")[0]) <= 2 * NAME_BYTES:  # else a checkpoint, beside its block
+                names.add(name)
             space.files, space.nbytes, space.used = space.files + 1, space.nbytes + size, max(space.used, used)
         space.tokens = DISK_BLOCK_SIZE * len(names)
-        if names:
+        if space.files:
             found.append(space)
     return sorted(found, key=lambda one: -one.used)
 
