@@ -164,7 +164,8 @@ def _play(args: argparse.Namespace) -> None:
                 pipeline_parallel_size=stages,
                 threads_per_rank=args.threads,
                 prefix_cache=0.0,
-                kv_tokens=2 * args.tokens + 4096 + 2500 * args.streams,
+                # Rows of a batch take as much as the longest.
+                kv_tokens=2 * args.tokens + 4096 + args.streams * (args.tokens + 2500),
                 self_check=False,
                 log_level="WARNING",
                 **options,
