@@ -27,30 +27,26 @@ def check_kinds(messages: Sequence[JsonMapping], words: Collection[str]) -> None
                 raise RequestError(why, param="messages")
 
 
-def shown(messages: Sequence[JsonMapping], placeholder: str) -> tuple[list[JsonMapping], list[tuple[str, bool]]]:
-    """Return the messages as the chat template reads them, and for each picture its data URI and whether a small one is enough.
-
-    `placeholder`: text in place of pictures for templates that read text alone; empty for others. Raises RequestError.
-    """
-    ours, pictures = list[JsonMapping](), list[tuple[str, bool]]()
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            parts: list[Any] = []
-            for part in message["content"]:
-                if is_picture(part):
-                    given = part.get(part["type"])
-                    given = given if isinstance(given, dict) else {"url": given}
-                    pictures.append((_data_uri(len(pictures) + 1, given.get("url")), given.get("detail") == "low"))
-                parts.append({"type": "image"} if is_picture(part) else part)
-            texts = (part.get("text", placeholder) if isinstance(part, dict) else part for part in parts)
-            message = {**message, "content": "".join(map(str, texts)) if placeholder else parts}
-        ours.append(message)
-    return ours, pictures
-
-
-def _data_uri(number: int, url: Any) -> str:
-    """Return the data URI of picture `number`, which is read where `url` is a path. Raises RequestError."""
+def picture_of(number: int, part: JsonMapping) -> tuple[str, bool]:
+    """Return the data URI of the picture `number`, which is read where its content part has a path, and whether a small one is
+    enough. Raises RequestError."""
+    given = part.get(part["type"])
+    given = given if isinstance(given, dict) else {"url": given}
+    url: Any = given.get("url")
     try:
-        return url if str(url).startswith("data:") else f"data:;base64,{base64.b64encode(Path(url).read_bytes()).decode()}"
+        uri = url if str(url).startswith("data:") else f"data:;base64,{base64.b64encode(Path(url).read_bytes()).decode()}"
     except (OSError, TypeError, ValueError) as error:
         raise refusal(number, f"cannot be read ({error})", "give the path of a file, or a data URI") from error
+    return uri, given.get("detail") == "low"
+
+
+def shown(message: JsonMapping, placeholder: str) -> JsonMapping:
+    """Return a message as the chat template reads it.
+
+    `placeholder`: text in place of pictures for templates that read text alone; empty for others.
+    """
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [{"type": "image"} if is_picture(part) else part for part in message["content"]]
+    texts = (part.get("text", placeholder) if isinstance(part, dict) else part for part in parts)
+    return {**message, "content": "".join(map(str, texts)) if placeholder else parts}

@@ -22,7 +22,7 @@ from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
 from tandem.guided.accept import GrammarCheck
 from tandem.json_types import JsonObject
-from tandem.llm.pictures import check_kinds, is_picture, shown
+from tandem.llm.pictures import check_kinds, is_picture, picture_of, shown
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
@@ -225,13 +225,14 @@ class Session:
         _require_unicode(messages, "messages")
         check_kinds(messages, self.tokenizer.template_words)
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-        if not any(is_picture(part) for parts in contents for part in parts):
+        if not (pictures := [part for parts in contents for part in parts if is_picture(part)]):
             return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
         if why := self.layout.description.no_pictures:
             raise RequestError(f"messages: this model takes no pictures: {why}; send text alone", param="messages")
         processor = processor_of(str(self.layout.files.path))
-        ours, given = shown(messages, "" if "image" in self.tokenizer.template_words else processor.placeholder)
-        text = self.tokenizer.template.render(ours)
+        given = [picture_of(number, part) for number, part in enumerate(pictures, 1)]
+        placeholder = "" if "image" in self.tokenizer.template_words else processor.placeholder
+        text = self.tokenizer.template.render([shown(message, placeholder) for message in messages])
         found = tokens_with_pictures(self.tokenizer, processor, self.layout.max_context, messages, given, text)
         return self._batch([found[0]], self._checked(params), pictures=tuple(found[1]))
 

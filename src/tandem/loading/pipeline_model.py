@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,7 @@ from tandem.loading.adapters import Adapters
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache
-from tandem.loading.seams import CapturedLayer, Placeholder
+from tandem.loading.seams import ChangedLayer, Placeholder
 from tandem.loading.shard_modules import at, put
 from tandem.loading.stage_caches import MaskedCache, NotedLayer, OtherStageCache, cache_kind, grouped
 from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
@@ -213,13 +213,13 @@ class PipelineModel:
         if ArraysCache in map(type, members(self.made[at] for at in [self._cache_of[i]] if at is not None)):
             layer = NotedLayer(layer, self.adapters)
         if i in self._captures:
-            layer = CapturedLayer(layer, self._captured)
+            layer = ChangedLayer(layer, functools.partial(_capture, self._captured))
         if forwarded:
             layer = _TakesForwarded(layer, _ForwardedInputs(self._received, forwarded), take=self.own.start > 0)
         if i < last:
             return layer
         later = self._stage_payload.forwarded and self.own.start == 0 and self.own.stop < len(self.layers)
-        return _KeepsOutput(layer, self._received) if later else _End(layer)
+        return ChangedLayer(layer, self._received.keep if later else _end)
 
     def _call(self, layers: Sequence[nn.Module | Placeholder], tokens: mx.array, caches: list[Cache]) -> object:
         try:
@@ -322,6 +322,11 @@ class _Received:
         values = (*self.values, *[None] * (extras + 1 - len(self.values)))
         return values if extras else values[0]
 
+    def keep(self, out: object) -> object:
+        """Store and return the output of a first stage's last layer, as later layers' forwarded inputs are still to be stored."""
+        self.out = out
+        return out
+
 
 class _ForwardedInputs:
     """Forwarded inputs of one layer; `numbers` maps position or name of the argument to the number of the input."""
@@ -409,18 +414,6 @@ class _TakesForwarded(Placeholder):
         return self._layer(*args, **kwargs)
 
 
-class _KeepsOutput(Placeholder):
-    """Placeholder for a first stage's last layer, if later layers' forwarded inputs are still to be stored."""
-
-    def __init__(self, layer: nn.Module, received: _Received) -> None:
-        super().__init__(layer)
-        self._received = received
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        self._received.out = self._layer(*args, **kwargs)
-        return self._received.out
-
-
 class _Source(Placeholder):
     """Placeholder for the layer before the first own one: returns the values that this stage received."""
 
@@ -432,11 +425,15 @@ class _Source(Placeholder):
         return self._received.as_output(self._extras)
 
 
-class _End(Placeholder):
-    """Placeholder for the last own layer: runs it and ends the call."""
+def _capture(states: list[mx.array], out: Any) -> object:
+    """Append a layer's hidden states to `states`, and return its output."""
+    states.append(out[0] if isinstance(out, tuple) else out)
+    return out
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        raise _Reached(self._layer(*args, **kwargs))
+
+def _end(out: object) -> NoReturn:
+    """End the call with the output of the last own layer."""
+    raise _Reached(out)
 
 
 class _Projection(nn.Module):

@@ -253,16 +253,14 @@ class Placeholder:
         return name in self._layer
 
 
-class CapturedLayer(Placeholder):
-    """Placeholder for a layer whose output is appended to `states` too."""
+class ChangedLayer(Placeholder):
+    """Placeholder for a layer whose output goes through `change`."""
 
-    def __init__(self, layer: nn.Module | Placeholder, states: list[mx.array]) -> None:
-        """Store the layer and the list."""
+    def __init__(self, layer: nn.Module | Placeholder, change: Callable[[Any], object]) -> None:
+        """Store the layer and the function."""
         super().__init__(layer)
-        self._states = states
+        self._change = change
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the layer, and keep its hidden states."""
-        out = self._layer(*args, **kwargs)
-        self._states.append(out[0] if isinstance(out, tuple) else out)
-        return out
+        """Call the layer, and return its changed output."""
+        return self._change(self._layer(*args, **kwargs))

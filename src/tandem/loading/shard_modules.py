@@ -300,8 +300,8 @@ def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
 def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> None:
     """Adapt a layer with cut weights to its fewer heads and widths; its outputs become partial sums."""
     sharding = sharding_of(description, layer)
-    if sharding.attention and has(layer, sharding.attention):
-        _divide_heads(at(layer, sharding.attention), sharding, shard, description)
+    if sharding.attention_path and has(layer, sharding.attention_path):
+        _divide_heads(at(layer, sharding.attention_path), sharding, shard, description)
     for path, kinds in sharding.counts.items():
         holder, _, name = path.rpartition(".")
         if has(layer, holder):

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from tandem.loading.quantized_kv import Cache
-from tandem.loading.seams import Placeholder
+from tandem.loading.seams import ChangedLayer
 from tandem.loading.stage import Apart, StageModel
 from tandem.loading.stage_caches import MaskedCache
 from tandem.models.description import ModelDescription
@@ -55,7 +55,14 @@ class PictureInputs:
         for module in layer.modules():
             if type(rope := module.get("rope")) is nn.RoPE:
                 module.rope = _Rope(rope, rotary_axes(self._description, rope.dims // 2), self)
-        return _AddsFeatures(layer, self, i - self._stage.layers.start) if i in self._deep else layer
+        return ChangedLayer(layer, partial(self._with_features, i - self._stage.layers.start)) if i in self._deep else layer
+
+    def _with_features(self, number: int, h: mx.array) -> mx.array:
+        """Return the output of the stage's layer `number` with the features that are added behind it."""
+        if self.added is None:
+            return h
+        width = h.shape[-1]
+        return h + self.added[..., number * width : (number + 1) * width].astype(h.dtype)
 
     def choose_rows(self, inserts: Sequence[InsertOp | None]) -> None:
         """Choose the decoding sequences of the next pass, by row; None for idle rows."""
@@ -146,18 +153,3 @@ class _Rope(nn.Module):  # type: ignore[misc]
         first, second = x[..., one], x[..., two]
         turned[..., one], turned[..., two] = first * cos - second * sin, second * cos + first * sin
         return turned
-
-
-class _AddsFeatures(Placeholder):
-    """Replacement for a layer behind which features of pictures are added."""
-
-    def __init__(self, layer: nn.Module, inputs: PictureInputs, number: int) -> None:
-        super().__init__(layer)
-        self._inputs, self._number = inputs, number
-
-    def __call__(self, *args: object, **kwargs: object) -> mx.array:
-        h: mx.array = self._layer(*args, **kwargs)
-        if self._inputs.added is None:
-            return h
-        width = h.shape[-1]
-        return h + self._inputs.added[..., self._number * width : (self._number + 1) * width].astype(h.dtype)

@@ -41,10 +41,11 @@ class Sharding:
 
     cuts: Mapping[str, Cut]
     """Cut by path of a module or bare parameter; `*` matches any number in the path."""
-    sums: tuple[str, ...] = ("self_attn", "mlp")
-    """Modules that return partial sums, to be all-reduced."""
-    attention: str = "self_attn"
-    """Path of the attention module, whose attributes with head counts are reduced; empty if there is none to change."""
+    summed: tuple[str, ...] = ()
+    """Modules that return partial sums, if these are others than `sums` takes from the cuts."""
+    attention: str | None = None
+    """Path of the attention module, if it is another than `attention_path` takes from the cuts; empty if there is none to
+    change."""
     whole: frozenset[str] = frozenset()
     """Modules replicated on every rank; `*` matches any number in the path. Modules with `norm` in the last part of their
     path are replicated without an entry."""
@@ -80,6 +81,17 @@ class Sharding:
             if any(name == path or name.startswith(f"{path}.") for name in names):
                 return variant.of(names)
         return self
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Modules that return partial sums, to be all-reduced: by default the layer's modules with a part cut by columns."""
+        return self.summed or tuple({path.partition(".")[0]: cut for path, cut in self.cuts.items() if cut.axis == "columns"})
+
+    @property
+    def attention_path(self) -> str:
+        """Path of the attention module, whose attributes with head counts are reduced; by default the one cut by query heads."""
+        summing = (path.rpartition(".")[0] for path, cut in self.cuts.items() if cut == columns("q"))
+        return next(summing, "self_attn") if self.attention is None else self.attention
 
     @property
     def all_cuts(self) -> list[tuple[str, Cut]]:

@@ -12,11 +12,7 @@ _HEADS = ("q", "q", "q")
 """Kinds of multi-head attention (as many kv heads as query heads)."""
 
 GPT2 = Sharding(
-    cuts=fused("attn", "c_attn", "c_proj", *_HEADS) | two("c_fc", "c_proj"),
-    sums=("attn", "mlp"),
-    attention="attn",
-    whole=frozenset({"ln_1", "ln_2"}),
-    mlp=(4, "n_embd"),
+    cuts=fused("attn", "c_attn", "c_proj", *_HEADS) | two("c_fc", "c_proj"), whole=frozenset({"ln_1", "ln_2"}), mlp=(4, "n_embd")
 )
 BIGCODE = replace(
     GPT2,
@@ -30,29 +26,24 @@ QWEN1 = replace(
 )
 PHIXTRAL = Sharding(
     cuts=fused("mixer", "Wqkv", "out_proj", *_HEADS) | two("fc1", "fc2", "moe.switch_mlp", "experts"),
-    sums=("mixer", "moe"),
-    attention="mixer",
     whole=frozenset({"ln", "moe.gate"}),
     mlp=(),
     experts=(4, "model_dim"),
 )
 LILLE = Sharding(
     cuts=fused("attention", "qkv_proj", "out_proj") | glu("feed_forward"),
-    sums=("attention", "feed_forward"),
-    attention="attention",
     mlp=lambda config: 256 * round(int(8 * number(config, "n_embd") / 3) / 256),
 )
 DBRX = Sharding(
     cuts=fused("norm_attn_norm.attn", "Wqkv", "out_proj") | glu("ffn.experts.*", gate="w1", up="v1", down="w2"),
-    sums=("norm_attn_norm.attn", "ffn"),
-    attention="norm_attn_norm.attn",
+    summed=("norm_attn_norm.attn", "ffn"),
     whole=frozenset({"ffn.router.layer"}),
     mlp=lambda config: number(section(config, "ffn_config"), "ffn_hidden_size"),
     counts={"norm_attn_norm.attn.d_model": ("q",)},
 )
 HUNYUAN = Sharding(
     cuts=attention() | glu() | experts(shared="shared_mlp"),
-    sums=("self_attn.o_proj", "mlp"),
+    summed=("self_attn.o_proj", "mlp"),
     whole=frozenset({"mlp.gate.wg"}),
     experts=lambda config: one_width(config, "moe_intermediate_size", "intermediate_size"),
     shared=lambda config: number(config, "intermediate_size") * one_width(config, "num_shared_expert"),
@@ -60,8 +51,7 @@ HUNYUAN = Sharding(
 """Rules of Hunyuan. Only `o_proj` is summed, since its attention also returns keys and values for the next layer."""
 EXAONE = Sharding(
     cuts=attention("attn.attention", out="out_proj") | glu(gate="c_fc_0", up="c_fc_1", down="c_proj"),
-    sums=("attn.attention", "mlp"),
-    attention="attn.attention",
+    summed=("attn.attention", "mlp"),
     whole=frozenset({"ln_1", "ln_2"}),
     wide=("attn.attention",),
 )

@@ -30,8 +30,7 @@ def moe(
         cuts |= glu()
     if own:
         cuts |= glu(shared, "shared")
-    sums = ("self_attn", switch.partition(".")[0])
-    return Sharding(cuts=cuts, sums=sums, whole=frozenset(router), mlp=mlp, experts=experts, shared=own)
+    return Sharding(cuts=cuts, whole=frozenset(router), mlp=mlp, experts=experts, shared=own)
 
 
 WIDTH: Width = ("intermediate_size",)
@@ -72,7 +71,7 @@ HY_V4 = replace(
         "self_attn.linear_gate": rows("latent_out"),
         "self_attn.learnable_sink_param": rows("latent_heads"),
     },
-    sums=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
+    summed=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
     whole=MLA.whole | {f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in ("fn", "base", "scale")},
 )
 
@@ -87,7 +86,6 @@ DEEPSEEK_V4 = replace(
         "attn.wo_b": columns("grouped_out"),
         **experts("ffn"),
     },
-    sums=("attn", "ffn"),
     attention="attn",
     whole=frozenset((*_V4_WHOLE, *_COMPRESSORS)),
     mlp=(),
@@ -103,7 +101,7 @@ LONGCAT = Sharding(
         **glu("mlps.1"),
         **glu("mlp.switch_mlp", "experts"),
     },
-    sums=("self_attn.0", "self_attn.1", "mlps.0", "mlps.1", "mlp"),
+    summed=("self_attn.0", "self_attn.1", "mlps.0", "mlps.1", "mlp"),
     attention="",
     whole=frozenset(
         {
@@ -126,7 +124,6 @@ M3_DENSE = Sharding(
         **glu(),
         **experts("block_sparse_moe"),
     },
-    sums=("self_attn", "mlp", "block_sparse_moe"),
     whole=frozenset({"self_attn.index_k_proj", "block_sparse_moe.gate", "block_sparse_moe.e_score_correction_bias"}),
     mlp=("dense_intermediate_size",),
     experts=WIDTH,
@@ -139,7 +136,7 @@ MINIMAX_M3 = replace(
 MIXED = attention(kinds=("mixed_q", "mixed_kv", "mixed_out"))
 GEMMA4 = Sharding(
     cuts={**MIXED, **glu(), **glu("experts.switch_glu", "experts")},
-    sums=("self_attn.o_proj", "mlp", "experts"),
+    summed=("self_attn.o_proj", "mlp", "experts"),
     whole=frozenset(
         {"layer_scalar", "router.proj", "router.scale", "router.per_expert_scale", "per_layer_input_gate", "per_layer_projection"}
     ),
@@ -150,7 +147,7 @@ GEMMA4 = Sharding(
 )
 NEMOTRON_NAS = Sharding(
     cuts=MIXED | glu(),
-    sums=("self_attn.o_proj", "mlp.down_proj"),
+    summed=("self_attn.o_proj", "mlp.down_proj"),
     whole=frozenset({"self_attn.linear", "mlp.linear"}),
     mlp=blocks_width,
     axes=blocks,

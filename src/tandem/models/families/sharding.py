@@ -49,17 +49,13 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(("glm", "glm4", "glm4v"), Sharding(cuts=attention() | rules.FUSED_GLU)),
     "gpt_neox": Sharding(
         cuts=fused("attention", "query_key_value", "dense", "qkv_groups") | two("dense_h_to_4h", "dense_4h_to_h"),
-        sums=("attention", "mlp"),
-        attention="attention",
         mlp=(4, "hidden_size"),
     ),
     "granitemoe": rules.moe(
         switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.router.layer",), widths=((), rules.WIDTH, ())
     ),
     "internlm2": Sharding(
-        cuts=fused("attention", "wqkv", "wo", "qkv_groups") | glu("feed_forward", gate="w1", up="w3", down="w2"),
-        sums=("attention", "feed_forward"),
-        attention="attention",
+        cuts=fused("attention", "wqkv", "wo", "qkv_groups") | glu("feed_forward", gate="w1", up="w3", down="w2")
     ),
     **dict.fromkeys(("mixtral", "phimoe"), rules.BLOCK),
     "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj")),
@@ -115,9 +111,7 @@ SHARDING: dict[str, Sharding] = {
         widths=(("prefix_dense_intermediate_size|intermediate_size",), rules.WIDTH, ("intermediate_size", _COHERE_SHARED))
     ),
     "mellum": rules.moe(widths=((), rules.EXPERT, ())),
-    "llama4_text": Sharding(
-        cuts=attention() | glu("feed_forward"), sums=("self_attn", "feed_forward"), mlp=("intermediate_size_mlp",)
-    ),
+    "llama4_text": Sharding(cuts=attention() | glu("feed_forward"), mlp=("intermediate_size_mlp",)),
     "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}),
     "spark2_5": Sharding(
         cuts=fused("self_attn", "q_k_v_proj", "out_proj") | rules.GATE | glu(),
@@ -130,14 +124,11 @@ SHARDING: dict[str, Sharding] = {
             "attn.c_proj": columns("q"),
             **two("c_fc", "c_proj"),
         },
-        sums=("attn", "mlp"),
-        attention="attn",
         counts={"attn.hidden_size": ("q",)},
     ),
     "lfm2_moe": states.LFM2_MOE,
     "llama4": Sharding(
         cuts=attention() | glu("feed_forward") | experts("feed_forward", routed="experts", shared="shared_expert"),
-        sums=("self_attn", "feed_forward"),
         whole=frozenset({"feed_forward.router"}),
         mlp=("intermediate_size_mlp",),
         experts=rules.WIDTH,

@@ -30,7 +30,6 @@ QWEN_DELTA = Sharding(
         **each(rows("delta_v_heads"), "linear_attn", "in_proj_b", "in_proj_a"),
         "linear_attn.out_proj": columns("delta_v"),
     },
-    sums=("self_attn", "linear_attn", "mlp"),
     whole=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
     experts=rules.EXPERT,
     shared=("shared_expert_intermediate_size",),
@@ -52,7 +51,6 @@ OLMO_HYBRID = Sharding(
         **{f"linear_attn.{name}_conv1d": first(kind) for name, kind in zip("qkv", DELTA_QKV, strict=True)},
         "linear_attn.o_proj": columns("delta_v"),
     },
-    sums=("self_attn", "linear_attn", "mlp"),
     axes=axes.delta,
     norms=rules.NORMS,
     counts=DELTA_COUNTS | {f"linear_attn.{name}_conv1d.groups": (kind,) for name, kind in zip("qkv", DELTA_QKV, strict=True)},
@@ -60,43 +58,43 @@ OLMO_HYBRID = Sharding(
 KIMI_MOE = glu() | experts()
 KIMI_LATENT = Sharding(
     cuts=rules.LATENT | KIMI_MOE,
-    whole=rules.LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
+    whole=rules.LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias", "self_attn.f_a_proj", "self_attn.g_a_proj"},
     experts=rules.EXPERT,
     shared=("moe_intermediate_size", "num_shared_experts"),
     axes=axes.kimi_delta,
 )
 
 
-def kimi_delta(base: Sharding, path: str, gates: tuple[str, str], convolution: str, width: str) -> Sharding:
-    """Return `base` with the rules of Kimi Delta Attention at `path`. `convolution`: name of that of q, in which k and v have
-    their letter; `width`: the attribute with the width of all heads."""
-    convolutions = [convolution.replace("q", name, 1) for name in "qkv"]
+def kimi_delta(
+    base: Sharding, path: str, gates: tuple[str, ...], convolution: str, width: str, inputs: tuple[str, ...] = ("q", "k", "v")
+) -> Sharding:
+    """Return `base` with the rules of Kimi Delta Attention at `path`. `inputs`: the letters of each projection; `convolution`:
+    name of the one behind it, with `{}` for these; `width`: the attribute with the width of all heads."""
+    kinds = {letters: ("delta_width",) * len(letters) for letters in inputs}
     return replace(
         base,
         cuts={
             **KIMI_MOE,
-            **each(rows("delta_width"), path, "q_proj", "k_proj", "v_proj", *gates, "dt_bias"),
-            **each(first("delta_width"), path, *convolutions),
+            **{f"{path}.{letters}_proj": rows(*widths) for letters, widths in kinds.items()},
+            **{f"{path}.{convolution.format(letters)}": first(*widths) for letters, widths in kinds.items()},
+            **each(rows("delta_width"), path, *gates, "dt_bias"),
             **each(rows("delta_heads"), path, "b_proj", "A_log"),
             f"{path}.o_proj": columns("delta_width"),
         },
         attention="",
         counts={
             f"{path}.num_heads": ("delta_heads",),
-            **each(("delta_width",), path, width, *(f"{name}.groups" for name in convolutions)),
+            f"{path}.{width}": ("delta_width",),
+            **{f"{path}.{convolution.format(letters)}.groups": widths for letters, widths in kinds.items()},
         },
     )
 
 
-_KIMI_DELTA = kimi_delta(KIMI_LATENT, "self_attn", ("f_b_proj", "g_b_proj"), "q_conv.conv", "projection_dim")
+_KIMI_DELTA = kimi_delta(KIMI_LATENT, "self_attn", ("f_b_proj", "g_b_proj"), "{}_conv.conv", "projection_dim")
 KIMI_LINEAR = replace(
     KIMI_LATENT,
     variants={
-        "self_attn.q_conv": replace(
-            _KIMI_DELTA,
-            cuts={**_KIMI_DELTA.cuts, "self_attn.A_log": Cut("heads", ("delta_heads",))},
-            whole=KIMI_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
-        )
+        "self_attn.q_conv": replace(_KIMI_DELTA, cuts={**_KIMI_DELTA.cuts, "self_attn.A_log": Cut("heads", ("delta_heads",))})
     },
 )
 
@@ -112,8 +110,6 @@ def mamba2(path: str) -> Sharding:
             f"{path}.out_proj": columns("ssm_width"),
             **each(rows("ssm_heads"), path, "dt_bias", "A_log", "D"),
         },
-        sums=(path,),
-        attention="",
         axes=axes.ssm,
         norms={f"{path}.norm": "ssm_width"},
         mlp=(),
@@ -137,20 +133,12 @@ GRANITE_HYBRID = replace(
         "shared_mlp.input_linear": rows("shared", "shared"),
         "shared_mlp.output_linear": columns("shared"),
     },
-    sums=("self_attn", "mamba", "mlp", "block_sparse_moe", "shared_mlp"),
-    attention="self_attn",
     whole=frozenset({"block_sparse_moe.router.layer"}),
     mlp=rules.WIDTH,
     experts=rules.WIDTH,
     shared=("shared_intermediate_size",),
 )
-FALCON = replace(
-    MAMBA,
-    cuts={**MAMBA.cuts, **attention(), **glu("feed_forward")},
-    sums=("self_attn", "mamba", "feed_forward"),
-    attention="self_attn",
-    mlp=rules.WIDTH,
-)
+FALCON = replace(MAMBA, cuts={**MAMBA.cuts, **attention(), **glu("feed_forward")}, mlp=rules.WIDTH)
 NEMOTRON_H = Sharding(
     cuts={
         **attention("mixer"),
@@ -158,8 +146,6 @@ NEMOTRON_H = Sharding(
         **two("fc1", "fc2", "mixer.switch_mlp", "experts"),
         **two("up_proj", "down_proj", "mixer.shared_experts", "shared"),
     },
-    sums=("mixer",),
-    attention="mixer",
     whole=frozenset({"mixer.gate", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"}),
     experts=rules.EXPERT,
     shared=("moe_shared_expert_intermediate_size",),
@@ -177,7 +163,7 @@ JAMBA = Sharding(
         "mamba.A_log": Cut("heads", ("channels",)),
         **each(columns("channels"), "mamba", "x_proj", "out_proj"),
     },
-    sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
+    summed=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
     whole=frozenset({"feed_forward.router"}),
     experts=rules.WIDTH,
     axes=axes.channels("mamba_expand", "hidden_size"),
@@ -190,7 +176,6 @@ PLAMO2 = Sharding(
         "mixer.k_weight": Cut("heads", ("kv_heads",)),
         **rules.FUSED_GLU,
     },
-    sums=("mixer", "mlp"),
     attention="",
     axes=axes.plamo,
     counts={
@@ -208,8 +193,7 @@ PLAMO2 = Sharding(
                 **each(columns("ssm_width"), "mixer", "bcdt_proj", "out_proj"),
                 **rules.FUSED_GLU,
             },
-            sums=("mixer.bcdt_proj", "mixer", "mlp"),
-            attention="",
+            summed=("mixer.bcdt_proj", "mixer", "mlp"),
             counts={"mixer.num_heads": ("ssm_heads",), **each(("ssm_width",), "mixer", "intermediate_size", "conv1d.groups")},
         )
     },
@@ -217,31 +201,23 @@ PLAMO2 = Sharding(
 PLAMO3 = replace(PLAMO2, axes=None, variants={})
 GEAR = Sharding(
     cuts=attention() | glu(),
-    sums=("self_attn", "local_mixer", "mlp"),
     variants={
         "local_mixer.q_proj": Sharding(
             cuts=attention("local_mixer") | glu() | each(first("kv"), "local_mixer", "key_conv", "value_conv"),
-            sums=("local_mixer", "mlp"),
-            attention="local_mixer",
             counts={f"local_mixer.{name}": ("kv",) for name in ("kv_dim", "key_conv.groups", "value_conv.groups")},
         )
     },
 )
+_GATES = (f"{gate}_gate_{part}" for gate in ("input", "recurrent") for part in ("weight", "bias"))
 RECURRENT_GEMMA = Sharding(
     cuts={
         **attention("temporal_block"),
         **glu("mlp_block"),
         **each(rows("channels"), "temporal_block", "linear_x", "linear_y", "rg_lru.recurrent_param"),
         "temporal_block.conv_1d": first("channels"),
-        **{
-            f"temporal_block.rg_lru.{gate}_gate_{part}": first("gates")
-            for gate in ("input", "recurrent")
-            for part in ("weight", "bias")
-        },
+        **each(first("gates"), "temporal_block.rg_lru", *_GATES),
         "temporal_block.linear_out": columns("channels"),
     },
-    sums=("temporal_block", "mlp_block"),
-    attention="temporal_block",
     mlp=axes.half_width,
     axes=axes.gated_channels,
     counts={"temporal_block.rg_lru.num_heads": ("gates",)},
@@ -252,31 +228,14 @@ K3_LATENT = replace(
     whole=KIMI_LATENT.whole
     | {"self_attention_res_proj", "mlp_res_proj", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj"},
 )
-K3_DELTA = replace(
-    K3_LATENT,
-    cuts={
-        **KIMI_MOE,
-        "self_attn.qkv_proj": rows("delta_width", "delta_width", "delta_width"),
-        "self_attn.qkv_conv.conv": first("delta_width", "delta_width", "delta_width"),
-        **each(rows("delta_width"), "self_attn", "f_b_proj", "g_b_proj", "g_proj", "dt_bias"),
-        **each(rows("delta_heads"), "self_attn", "b_proj", "A_log"),
-        "self_attn.o_proj": columns("delta_width"),
-    },
-    whole=K3_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
-    attention="",
-    counts={
-        "self_attn.num_heads": ("delta_heads",),
-        "self_attn.projection_dim": ("delta_width",),
-        "self_attn.qkv_conv.conv.groups": ("delta_width", "delta_width", "delta_width"),
-    },
-)
+K3_DELTA = kimi_delta(K3_LATENT, "self_attn", ("f_b_proj", "g_b_proj", "g_proj"), "{}_conv.conv", "projection_dim", ("qkv",))
 
 _GLM_SHARED = {"mlp.shared_experts.gate_up_proj": rows("shared", "shared"), "mlp.shared_experts.down_proj": columns("shared")}
 _GLM_MLP = {**rules.FUSED_GLU, **glu("mlp.switch_mlp", "experts"), **_GLM_SHARED}
 GLM5_LATENT = replace(
     rules.MLA,
     cuts=rules.LATENT | _GLM_MLP,
-    sums=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
+    summed=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
     whole=rules.MLA.whole | {"self_attn.qkv_a_proj", "self_attn.indexer", "attn_hc", "ffn_hc"},
     axes=axes.glm_delta,
 )
@@ -287,7 +246,7 @@ GLM5_NEXT = replace(GLM5_LATENT, variants={"self_attn.qkv_conv": replace(K3_DELT
 def _normed_experts(sharding: Sharding) -> Sharding:
     """Return the rules with a variant for layers that apply an RMS norm to the sum of the routed experts."""
     norm = "mlp.routed_expert_norm"
-    return replace(sharding, variants={norm: replace(sharding, sums=("self_attn", "mlp.shared_experts"), takers=(norm,))})
+    return replace(sharding, variants={norm: replace(sharding, summed=("self_attn", "mlp.shared_experts"), takers=(norm,))})
 
 
 KIMI_K3 = replace(
@@ -295,7 +254,6 @@ KIMI_K3 = replace(
 )
 LING = Sharding(
     cuts=KIMI_MOE,
-    sums=("attention", "mlp"),
     attention="attention",
     whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
     experts=rules.EXPERT,
@@ -315,7 +273,7 @@ LING_LATENT = replace(
 LING_DELTA = replace(
     LING_LATENT,
     axes=axes.ling_delta,
-    variants={"attention.q_conv1d": kimi_delta(LING, "attention", ("f_proj", "g_proj"), "q_conv1d", "projection_size")},
+    variants={"attention.q_conv1d": kimi_delta(LING, "attention", ("f_proj", "g_proj"), "{}_conv1d", "projection_size")},
 )
 LIGHTNING = {
     "attention.g_norm": replace(
@@ -341,7 +299,6 @@ _CHANNELS = ("channels",) * 3
 CONV = {"conv.conv": first("channels"), "conv.in_proj": rows(*_CHANNELS), "conv.out_proj": columns("channels")}
 LFM2 = Sharding(
     cuts=attention(out="out_proj") | CONV | glu("feed_forward", gate="w1", up="w3", down="w2"),
-    sums=("self_attn", "conv", "feed_forward"),
     mlp=axes.lfm2_width,
     axes=axes.channels("hidden_size"),
     counts=each(("channels",), "conv", "conv.groups", "args.hidden_size"),

@@ -215,13 +215,12 @@ _WITHOUT_HEAD_DIM = (
     "minicpm", "nemotron-nas", "deepseek", "phimoe", "qwen2_moe", "stablelm", "phi", "Klear", "cohere", "lfm2", "lfm2_moe",
     "lfm2-vl", "bailing_moe", "gpt_neox", "internlm2", "recurrent_gemma", "baichuan_m1", "jamba", "dbrx", "gptj", "hunyuan",
     "gpt2", "gpt_bigcode", "lille-130m", "nanochat", "phixtral", "phi-msft", "plamo", "plamo2", "qwen", "qwen2_vl",
-    "qwen2_5_vl", "idefics3", "smolvlm",
+    "qwen2_5_vl", "idefics3", "smolvlm", "glm5_next",
 )  # fmt: skip
 
 UNREAD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_WITHOUT_HEAD_DIM, ("head_dim",)),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), ("num_hidden_layers", "head_dim")),
-    "glm5_next": ("head_dim",),
 }
 """Entries of config.json that mlx-lm's module of a type ignores: head_dim is then hidden_size / heads, and the layer
 count is `num_layers`."""

@@ -75,13 +75,6 @@ _STEP: JsonObject = {
     **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
     "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "1,2,3",
 }
-_MIMO: JsonObject = _ROUTED | {
-    "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
-    "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
-    "partial_rotary_factor": 0.5, "n_shared_experts": None,
-}
 _GEMMA3: JsonObject = {
     "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD,
 }
@@ -91,9 +84,6 @@ _LONGCAT: JsonObject = {
     "routed_scaling_factor": 1.5, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
 }
 _GPT2: JsonObject = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "layer_norm_epsilon": 1e-5}
-_MAMBA: JsonObject = {
-    "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
-}
 _LING: JsonObject = _BAILING | {
     "layer_group_size": 2, "group_norm_size": 2, "head_dim": 16, "use_qk_norm": True, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.5,
@@ -101,12 +91,6 @@ _LING: JsonObject = _BAILING | {
 _PER_LAYER: JsonObject = {
     "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
     "final_logit_softcapping": 5.0,
-}
-_GEMMA4: JsonObject = {
-    "text_config": _HEAD | _PER_LAYER | _TIED | {
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
-        "global_head_dim": 32,
-    },
 }
 _PHIXTRAL: JsonObject = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
 _MUP: JsonObject = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
@@ -116,7 +100,6 @@ _LLAMA_4_ROPE: JsonObject = {
         "original_max_position_embeddings": 16,
     },
 }
-_NESTED_LLAMA: JsonObject = {"text_config": _HEAD | {"model_type": "llama"}}
 _INDEX: JsonObject = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
 _ROPES: JsonObject = {kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")}
 
@@ -138,7 +121,7 @@ TINY: dict[str, JsonObject] = {
         "use_bias": False, "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 64, "moe_k": 2,
         "moe_num_shared_experts": 1,
     },
-    "exaone": {"layer_norm_epsilon": 1e-5},
+    "exaone": {"layer_norm_epsilon": 1e-5, "num_layers": 4},
     "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG", **_HEAD},
     "gemma2": {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0, **_HEAD},
     **dict.fromkeys(("glm", "seed_oss"), {"attention_bias": True, **_HEAD}),
@@ -199,7 +182,7 @@ TINY: dict[str, JsonObject] = {
         "time_step_limit": [0.01, 10.0], "head_dim": 16, "hybrid_override_pattern": ["M", "*", "-", "M"],
     },
     "gemma3": {"text_config": _GEMMA3 | {"model_type": "gemma3_text"}},
-    **dict.fromkeys(("mistral3", "llava"), _NESTED_LLAMA),
+    **dict.fromkeys(("mistral3", "llava"), {"text_config": _HEAD | {"model_type": "llama"}}),
     "longcat_flash": _LONGCAT,
     "glm_moe_dsa": _DEEPSEEK | _INDEX | {
         "topk_method": "noaux_tc", "scoring_func": "sigmoid",
@@ -253,9 +236,17 @@ TINY: dict[str, JsonObject] = {
     },
     "llama4_text": _HEAD | {"intermediate_size_mlp": 128, "no_rope_layers": [1, 0], "use_qk_norm": True},
     "longcat_flash_ngram": _LONGCAT | {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": 3, "emb_split_num": 2},
-    **dict.fromkeys(("mamba", "falcon_mamba"), _MAMBA),
+    **dict.fromkeys(("mamba", "falcon_mamba"), {
+        "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
+    }),
     "mellum": _HEAD | _MOE | _KINDS | {"rope_parameters": _ROPES},
-    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), _MIMO),
+    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), _ROUTED | {
+        "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
+        "partial_rotary_factor": 0.5, "n_shared_experts": None,
+    }),
     "minicpm": _MUP,
     "minicpm3": _MLA | _MUP | {
         "rope_scaling": {
@@ -319,7 +310,12 @@ TINY: dict[str, JsonObject] = {
             "altup_correct_scale": True, "laurel_rank": 16,
         },
     },
-    **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), {
+        "text_config": _HEAD | _PER_LAYER | _TIED | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+            "global_head_dim": 32,
+        },
+    }),
     "gemma4_text": _HEAD | _KINDS | _TIED | {
         "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 5.0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
@@ -378,7 +374,7 @@ def tiny_config(family: str, *, layers: int = 4, vocab: int = 512, overrides: Js
         common = {"vocab_size": vocab}
     nested = TINY[family].get("text_config")
     inner = {**common, **(TINY[family] if nested is None else nested), **(overrides or {})}
-    for name in _LAYERS & inner.keys() or ({"num_layers"} if family == "exaone" else ()):
+    for name in _LAYERS & inner.keys():
         inner[name] = layers
     for kinds in _BY_LAYER & inner.keys():
         inner[kinds] = (inner[kinds] * layers)[:layers]
