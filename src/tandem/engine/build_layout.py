@@ -217,7 +217,7 @@ def _stage_specs(
             draft_path=str(draft.path) if draft else "",
             expert_parallel=parallel.expert_parallel,
             kv_disk=kv_disk,
-            kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
+            kv_disk_bytes=int((settings.scheduler.kv_disk_gb or 20) * 1e9),
             kv_dtype=settings.scheduler.kv_dtype,
             kv_space=kv_space(model, files) if kv_disk else "",
             vision=model.vision != "off",
