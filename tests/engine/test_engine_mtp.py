@@ -134,6 +134,21 @@ def test_auto_takes_a_head_that_can_be_used(tmp_path: Path, caplog: pytest.LogCa
     assert "The draft head is not used; tokens are decoded without guesses" in caplog.text
 
 
+def test_auto_leaves_out_a_head_that_alone_is_quantised_where_config_json_has_no_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, name = model(tmp_path), "model.layers.2.eh_proj"
+    arrays: Any = mx.load(str(directory / "model.safetensors"))
+    packed, scales, biases = mx.quantize(arrays[f"{name}.weight"], 32, 8)
+    change(directory, {f"{name}.weight": packed, f"{name}.scales": scales, f"{name}.biases": biases})
+    with caplog.at_level(logging.WARNING), LLM(str(directory)) as llm:
+        assert ask(llm, Engine.status).speculation == "off"
+    words = f"has {name}.scales, so its draft head is quantised, but config.json has no 'quantization'; add it"
+    assert words in caplog.text
+    with pytest.raises(ModelError, match=words):
+        LLM(str(directory), **MTP)
+
+
 def as_published(directory: Path) -> dict[str, mx.array]:
     """Store a model of `tiny_model` as its authors store it: norms around zero, experts of the head one by one."""
     norms = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")

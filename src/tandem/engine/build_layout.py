@@ -382,21 +382,22 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
     if not chosen and (not description.mtp_bytes or description.no_drafts):
         speculation = without
     own = speculation.speculative_method == "mtp" and not speculation.draft_model
+    if speculation.speculative_method != "none" and description.no_drafts:
+        raise ConfigError(
+            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
+            param="speculative_method",
+        )
     if own:
         try:
-            require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+            told, quantized = read_tensors(files), description.quantization is not None
+            about = description.family, description.num_layers, description.hidden_size
+            require_head(files.name, *about, told, quantized=quantized)
         except ModelError as error:
             if chosen:
                 raise
             log.warning("The draft head is not used; tokens are decoded without guesses: %s", error)
             speculation, own = without, False
-    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and description.no_drafts:
-        raise ConfigError(
-            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
-            param="speculative_method",
-        )
-    return drafts, own
+    return speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0, own
 
 
 def _find_draft_model(
