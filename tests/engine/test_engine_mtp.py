@@ -238,8 +238,12 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, tu
 
 
 def test_a_head_is_refused_where_none_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="draft heads of llama are not read, those of deepseek_v3"):
+    with pytest.raises(ModelError, match="draft heads of llama are not read, .* leave it out, or name a small model with"):
         LLM(str(tiny_model(tmp_path / "a")), **MTP)
+    with pytest.raises(ModelError, match="^--speculative-config model /nowhere/x: no such directory"):
+        LLM(str(tmp_path / "a"), speculative_config='{"model": "/nowhere/x"}')
+    with pytest.raises(ConfigError, match="--kv-disk .*config.json: is not a directory"):
+        LLM(str(tmp_path / "a"), kv_disk=str(tmp_path / "a" / "config.json"))
     (assistant := tmp_path / "assistant").mkdir()
     (assistant / "config.json").write_text('{"model_type": "gemma4_assistant", "backbone_hidden_size": 64}')
     mx.save_safetensors(str(assistant / "model.safetensors"), {"pre_projection.weight": mx.zeros((32, 128))})

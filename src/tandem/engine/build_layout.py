@@ -184,6 +184,8 @@ def _stage_specs(
     parallel, model = settings.parallel, settings.model
     sizes = stage_sizes(parallel)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
+    if Path(kv_disk).is_file():
+        raise ConfigError(f"--kv-disk {kv_disk}: is not a directory; give another", param="kv_disk")
     return tuple(
         StageSpec(
             model_path=str(files.path),
@@ -389,9 +391,8 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
         )
     if own:
         try:
-            told, quantized = read_tensors(files), description.quantization is not None
-            about = description.family, description.num_layers, description.hidden_size
-            require_head(files.name, *about, told, quantized=quantized)
+            about = description.family, description.num_layers, description.hidden_size, description.quantization
+            require_head(files.name, *about, read_tensors(files))
         except ModelError as error:
             if chosen:
                 raise
@@ -417,7 +418,11 @@ def _find_draft_model(
             "--weights-from head does not do; leave one out",
             param="draft_model",
         )
-    draft = resolve(name)
+    try:
+        draft = resolve(name)
+    except ModelError as error:
+        flag = "--draft-model" if settings.speculation.draft_model else "--speculative-config model"
+        raise type(error)(f"{flag} {error.message}", param="draft_model") from None
     if chosen.speculative_method != "draft_model":
         head = read_head(chosen.speculative_method, draft, description)
         if not (draft.path / "tokenizer.json").is_file():  # most heads have none: their vocabulary is the model's

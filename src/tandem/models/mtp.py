@@ -68,10 +68,10 @@ def stored_name(family: str, num_layers: int, part: str) -> str:
 
 
 def require_head(
-    name: str, family: str, num_layers: int, hidden_size: int, tensors: Mapping[str, TensorInfo], *, quantized: bool
+    name: str, family: str, num_layers: int, hidden_size: int, quantization: object, tensors: Mapping[str, TensorInfo]
 ) -> None:
     """Raise UnsupportedModel if the checkpoint `name` carries no draft head, BrokenModel if it lacks a part, is of a model of
-    another hidden size, or is quantised where config.json has no settings for it (`quantized`)."""
+    another hidden size, or is quantised where config.json has no settings for it (`quantization`)."""
     if family not in FAMILIES:
         raise UnsupportedModel(
             f"--speculative-method mtp: draft heads of {family} are not read, those of {', '.join(FAMILIES)} are; "
@@ -87,7 +87,7 @@ def require_head(
             param="speculative_method",
         )
     without = "serve it with --speculative-method none"
-    if packed and not quantized:
+    if packed and quantization is None:
         why = f"has {packed[0]}, so its draft head is quantised, but config.json has no 'quantization'; add it, or {without}"
         raise BrokenModel(f"{name}: {why}", param="speculative_method")
     for part in (*JOIN, NORM, input_norm(family)):
