@@ -11,6 +11,8 @@ from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
 from tandem.text.pictures import refusal
 
+DETAILS = ("auto", "low", "high", "original")
+
 
 def is_picture(part: object) -> bool:
     """Return whether a content part is a picture."""
@@ -40,6 +42,8 @@ def shown(messages: Sequence[JsonMapping], placeholder: str) -> tuple[list[JsonM
                 if is_picture(part):
                     given = part.get(part["type"])
                     given = given if isinstance(given, dict) else {"url": given}
+                    if given.get("detail", "auto") not in DETAILS:
+                        raise refusal(len(pictures) + 1, f"has detail {given['detail']!r:.60}", f"give {' or '.join(DETAILS)}")
                     pictures.append((_data_uri(len(pictures) + 1, given.get("url")), given.get("detail") == "low"))
                 parts.append({"type": "image"} if is_picture(part) else part)
             texts = (part.get("text", placeholder) if isinstance(part, dict) else part for part in parts)
@@ -53,4 +57,5 @@ def _data_uri(number: int, url: Any) -> str:
     try:
         return url if str(url).startswith("data:") else f"data:;base64,{base64.b64encode(Path(url).read_bytes()).decode()}"
     except (OSError, TypeError, ValueError) as error:
-        raise refusal(number, f"cannot be read ({error})", "give the path of a file, or a data URI") from error
+        why = "nothing is fetched from URLs" if str(url).lower().startswith(("http:", "https:")) else error
+        raise refusal(number, f"cannot be read ({why})", "give the path of a file, or a data URI") from error
