@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+from rich.console import Console
 
 from cli.terminal import Terminal
 from served import served
@@ -24,7 +25,7 @@ from tandem.cli.talk.backends import LocalModel, RemoteModel, Speed
 from tandem.cli.talk.conversation import Conversation, Quit
 from tandem.cli.talk.line_editor import Interrupts, make_prompt, unquoted
 from tandem.cli.talk.talk import unechoed
-from tandem.errors import UsageError
+from tandem.errors import RequestError, UsageError
 from tandem.protocol.request import SamplingDefaults
 from tandem.supervision.record import Background, Record
 from tandem.system.http_client import ServerClient
@@ -168,6 +169,21 @@ def test_a_picture_for_a_model_that_is_loaded_here_is_refused_by_its_reason(talk
     talk.model.can_see = False
     with pytest.raises(UsageError, match=r"^echo is loaded here, and pictures go to servers alone; .*`tandem serve`"):
         talk.command("/image a.png")
+
+
+def test_a_refused_message_is_taken_back_and_its_pictures_are_said_to_be_gone(talk, tmp_path):
+    def answer(*_):
+        raise RequestError("picture 1 is an SVG")
+        yield
+
+    talk.model.answer, shown = answer, Console(file=io.StringIO(), width=160)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    for picture, words in (False, ""), (True, "The message and its pictures are not kept: add them again with /image FILE.\n"):
+        if picture:
+            talk.command(f"/image {tmp_path / 'a.png'}")
+        with pytest.raises(RequestError):
+            command._answer(talk, "what is it?", shown, Interrupts())
+        assert shown.file.getvalue() == words and talk.said == talk.images == []
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ def test_flags_and_vllms_json_say_the_same() -> None:
         speculative_method="ngram", num_speculative_tokens="7", prompt_lookup_max="4", prompt_lookup_min="3"
     )
     assert chosen(speculative_config='{"model": "small"}') == chosen(draft_model="small")
+    nulls = '{"method": null, "model": null, "num_speculative_tokens": null}'
+    assert chosen(speculative_config=nulls, speculative_method="ngram") == chosen(speculative_method="ngram")
     for name in ("mtp", "deepseek_mtp"):
         assert chosen(speculative_config=f'{{"method": "{name}"}}') == chosen(speculative_method="mtp")
 
@@ -35,7 +37,9 @@ def test_auto_is_a_draft_model_where_one_is_named_or_the_models_head() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"speculative_config": "ngram"}, "--speculative-config: is not JSON"),
+        ({"speculative_config": "{method: ngram}"}, "--speculative-config: '{method: ngram}' is not JSON (Expecting property"),
+        ({"speculative_config": "ngram"}, "; in a shell, put it between single quotes"),
+        ({"speculative_config": '{"metod": null}'}, "there is no 'metod'"),
         ({"speculative_config": "[1]"}, "must be a JSON object"),
         ({"speculative_config": '{"metod": "ngram"}'}, "there is no 'metod'; known are method, model"),
         ({"speculative_config": '{"method": "eagle"}'}, "--speculative-config method: 'eagle' is not one of auto, none"),

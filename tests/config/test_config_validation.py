@@ -58,6 +58,12 @@ def test_roles_need_counterparts_replicas_and_a_disk(roles, changes, words):
         load({"roles": [roles]} | {key: [str(value)] for key, value in values.items() if value is not None})
 
 
+def test_a_limit_of_the_kv_directory_needs_one():
+    with pytest.raises(ConfigError, match="^--kv-disk-gb: limits the directory of --kv-disk, which is not set; add"):
+        load({"kv_disk_gb": ["20"]})
+    assert load({"kv_disk_gb": ["20"], "kv_disk": ["kv"]}).settings.scheduler.kv_disk_gb == 20
+
+
 def test_roles_that_can_be():
     for roles in ("prefill,decode", "prefill,both", "decode,both", "both,both", "Prefill, decode"):
         assert load({"roles": [roles], "data_parallel_size": ["2"], "kv_disk": ["kv"]}).settings.parallel.roles

@@ -144,6 +144,17 @@ def test_a_part_of_a_prompt_and_several_who_ask_at_once(serve, expected, tmp_pat
         check(llm)
 
 
+def test_the_warning_of_a_full_disk_has_a_remedy(serve, expected, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tandem.kv.files.DiskBlockFiles.write", full)
+    with serve("one") as llm:
+        answers(llm, expected)
+        words = "No space left on device; if full, free space or lower --kv-disk-gb; pausing for 60 s"
+        wait_until(lambda: words in caplog.text)
+
+
 def test_room_for_less_than_a_disk_block_is_none(serve):
     with pytest.raises(UsageError, match="--kv-disk-gb 5e-05: 64 tokens .* take 6.6e-05; give at least 0.00013"):
         serve("one", kv_disk_gb=0.00005).close()

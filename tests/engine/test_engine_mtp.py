@@ -134,6 +134,21 @@ def test_auto_takes_a_head_that_can_be_used(tmp_path: Path, caplog: pytest.LogCa
     assert "The draft head is not used; tokens are decoded without guesses" in caplog.text
 
 
+def test_auto_leaves_out_a_head_that_alone_is_quantised_where_config_json_has_no_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, name = model(tmp_path), "model.layers.2.eh_proj"
+    arrays: Any = mx.load(str(directory / "model.safetensors"))
+    packed, scales, biases = mx.quantize(arrays[f"{name}.weight"], 32, 8)
+    change(directory, {f"{name}.weight": packed, f"{name}.scales": scales, f"{name}.biases": biases})
+    with caplog.at_level(logging.WARNING), LLM(str(directory)) as llm:
+        assert ask(llm, Engine.status).speculation == "off"
+    words = f"has {name}.scales, so its draft head is quantised, but config.json has no 'quantization'; add it"
+    assert words in caplog.text
+    with pytest.raises(ModelError, match=words):
+        LLM(str(directory), **MTP)
+
+
 def as_published(directory: Path) -> dict[str, mx.array]:
     """Store a model of `tiny_model` as its authors store it: norms around zero, experts of the head one by one."""
     norms = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
@@ -223,8 +238,12 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, tu
 
 
 def test_a_head_is_refused_where_none_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="draft heads of llama are not read, those of deepseek_v3"):
+    with pytest.raises(ModelError, match="draft heads of llama are not read, .* leave it out, or name a small model with"):
         LLM(str(tiny_model(tmp_path / "a")), **MTP)
+    with pytest.raises(ModelError, match="^--speculative-config model /nowhere/x: no such directory"):
+        LLM(str(tmp_path / "a"), speculative_config='{"model": "/nowhere/x"}')
+    with pytest.raises(ConfigError, match="--kv-disk .*config.json: is not a directory"):
+        LLM(str(tmp_path / "a"), kv_disk=str(tmp_path / "a" / "config.json"))
     (assistant := tmp_path / "assistant").mkdir()
     (assistant / "config.json").write_text('{"model_type": "gemma4_assistant", "backbone_hidden_size": 64}')
     mx.save_safetensors(str(assistant / "model.safetensors"), {"pre_projection.weight": mx.zeros((32, 128))})

@@ -144,6 +144,15 @@ def test_the_file_of_other_layers_or_heads_of_the_same_block_is_not_believed(tmp
         files.read(NAME)
 
 
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_file_that_ends_in_its_header_is_damaged_in_plain_words(tmp_path, size):
+    files = store(tmp_path, (0, 2), (0, 2))
+    [path] = tmp_path.glob("space/*.kv")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(Unusable, match="is damaged: Input data was truncated"):
+        files.read(NAME)
+
+
 def test_what_says_that_it_is_a_disk_block_is_not_believed(tmp_path):
     files = store(tmp_path, (0, 2), (0, 2))
     [path] = tmp_path.glob("space/*.kv")

@@ -156,7 +156,8 @@ def test_pictures_are_read_from_paths_and_data_uris_and_bad_ones_refused(tmp_pat
         assert [one.token_ids == first.token_ids for one in others] == [True, False, True]
         assert "".join(seeing.stream(shown(*given), params))
         for bad, words in (
-            ("https://a.b/c.png", "cannot be read .*a data URI"),
+            ("https://a.b/c.png", "cannot be read .nothing is fetched from URLs.; .*a data URI"),
+            ({"url": given[1], "detail": "ultra"}, "has detail 'ultra'; give auto or low or high or original"),
             (None, "cannot"),
             (__file__, "of an unknown kind"),
         ):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import pytest
@@ -110,13 +111,16 @@ def test_what_mlx_says_in_many_lines_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in found.value.message
 
 
-def test_drafts_that_cannot_be_taken_back_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_that_cannot_be_taken_back_are_refused_before_anything_is_loaded(
+    tmp_path: Path, method: Literal["ngram", "mtp"]
+) -> None:
     from tandem.config.settings import SpeculationSettings
 
     settings = Settings(
         model=ModelSettings(model=str(tiny_model(tmp_path, "longcat_flash_ngram"))),
         parallel=ParallelSettings(),
-        speculation=SpeculationSettings(speculative_method="ngram"),
+        speculation=SpeculationSettings(speculative_method=method),
     )
     with pytest.raises(ConfigError, match="longcat_flash_ngram takes no drafts: its n-grams are looked up"):
         plan_layout(settings)

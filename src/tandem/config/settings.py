@@ -211,8 +211,8 @@ class SchedulerSettings:
     """Directory, on each machine with ranks (at the same path, also below the home directory), in which prefixes of prompts
     are kept: they outlive ranks and servers, and are read where that takes less time than computing them (docs/kv.md). By
     default none is kept."""
-    kv_disk_gb: Positive = 20.0
-    """Most GB in that directory; what was used least recently goes first."""
+    kv_disk_gb: Positive | None = None
+    """Most GB in that directory, by default 20; what was used least recently goes first."""
     memory_fraction: Annotated[float, Within(ABOVE_0, 1.0)] = 0.85
     """Share of a machine's memory that its ranks may use together, weights included."""
     max_memory: str | None = None

@@ -28,7 +28,8 @@ def with_speculative_config(
     try:
         entries = json.loads(settings.speculative_config)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{label}: is not JSON: {error}", param="speculative_config") from None
+        why = f"{settings.speculative_config!r:.200} is not JSON ({error}); in a shell, put it between single quotes"
+        raise ConfigError(f"{label}: {why}", param="speculative_config") from None
     if not isinstance(entries, dict):
         raise ConfigError(f'{label}: must be a JSON object, such as {{"method": "ngram"}}', param="speculative_config")
     values: JsonObject = {}
@@ -38,7 +39,8 @@ def with_speculative_config(
         if key == "method" and isinstance(value, str) and value.endswith("_mtp"):
             value = "mtp"  # vLLM also takes names by family, such as deepseek_mtp
         option = by_name()[_NAMES[key]]
-        values[option.name] = option.convert(value, label=f"{label} {key}")
+        # null, as vLLM has it, is a key that is not given
+        values[option.name] = getattr(settings, option.name) if value is None else option.convert(value, label=f"{label} {key}")
     return _resolved(replace(settings, speculative_config=None, **values), head)
 
 

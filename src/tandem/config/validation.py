@@ -46,6 +46,9 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
             f"{label('kv_disk')}: is about the prefix cache, which {label('prefix_cache')} 0 turns off; leave one out",
             param="kv_disk",
         )
+    if settings.scheduler.kv_disk_gb is not None and settings.scheduler.kv_disk is None:
+        why = f"limits the directory of {label('kv_disk')}, which is not set; add {label('kv_disk')} DIR, or leave it out"
+        raise ConfigError(f"{label('kv_disk_gb')}: {why}", param="kv_disk_gb")
     _check_socket(settings.process.engine_socket, label)
     _check_layer_split(settings, label)
     _check_roles(settings, label)

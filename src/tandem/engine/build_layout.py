@@ -184,6 +184,8 @@ def _stage_specs(
     parallel, model = settings.parallel, settings.model
     sizes = stage_sizes(parallel)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
+    if Path(kv_disk).is_file():
+        raise ConfigError(f"--kv-disk {kv_disk}: is not a directory; give another", param="kv_disk")
     return tuple(
         StageSpec(
             model_path=str(files.path),
@@ -217,7 +219,7 @@ def _stage_specs(
             draft_path=str(draft.path) if draft else "",
             expert_parallel=parallel.expert_parallel,
             kv_disk=kv_disk,
-            kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
+            kv_disk_bytes=int((settings.scheduler.kv_disk_gb or 20) * 1e9),
             kv_dtype=settings.scheduler.kv_dtype,
             kv_space=kv_space(model, files) if kv_disk else "",
             vision=model.vision != "off",
@@ -382,21 +384,21 @@ def _drafts(settings: Settings, files: ModelFiles, description: ModelDescription
     if not chosen and (not description.mtp_bytes or description.no_drafts):
         speculation = without
     own = speculation.speculative_method == "mtp" and not speculation.draft_model
+    if speculation.speculative_method != "none" and description.no_drafts:
+        raise ConfigError(
+            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
+            param="speculative_method",
+        )
     if own:
         try:
-            require_head(files.name, description.family, description.num_layers, description.hidden_size, read_tensors(files))
+            about = description.family, description.num_layers, description.hidden_size, description.quantization
+            require_head(files.name, *about, read_tensors(files))
         except ModelError as error:
             if chosen:
                 raise
             log.warning("The draft head is not used; tokens are decoded without guesses: %s", error)
             speculation, own = without, False
-    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and description.no_drafts:
-        raise ConfigError(
-            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
-            param="speculative_method",
-        )
-    return drafts, own
+    return speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0, own
 
 
 def _find_draft_model(
@@ -416,7 +418,11 @@ def _find_draft_model(
             "--weights-from head does not do; leave one out",
             param="draft_model",
         )
-    draft = resolve(name)
+    try:
+        draft = resolve(name)
+    except ModelError as error:
+        flag = "--draft-model" if settings.speculation.draft_model else "--speculative-config model"
+        raise type(error)(f"{flag} {error.message}", param="draft_model") from None
     if chosen.speculative_method != "draft_model":
         head = read_head(chosen.speculative_method, draft, description)
         if not (draft.path / "tokenizer.json").is_file():  # most heads have none: their vocabulary is the model's

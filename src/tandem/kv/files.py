@@ -242,7 +242,7 @@ class DiskBlockFiles:
         try:  # another rank of this machine may have fetched a remote file meanwhile
             borrowed = part not in self._parts.get(name, []) and not path.exists()
             data = self._bring(path.name) if borrowed else self._bytes(path)
-            magic, length = _PREFIX.unpack_from(data)
+            magic, length = _PREFIX.unpack_from(data.ljust(_PREFIX.size, b"\0"))  # of a file that ends too early too
             header = msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=_Header)
             payload = memoryview(data)[_PREFIX.size + length :]
             if (

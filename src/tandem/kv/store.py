@@ -473,7 +473,7 @@ class KVDisk:
         except OSError as error:
             self._quiet_until = time.monotonic() + FULL_S
             self._report(Written(self._rank, [], gone=self._files.take_gone()))
-            why, place = error.strerror or error, self._files.directory.parent
+            why, place = f"{error.strerror or error}; if full, free space or lower --kv-disk-gb", self._files.directory.parent
             seldom.warning("KV cannot be written to disk (--kv-disk %s): %s; pausing for %.0f s", place, why, FULL_S)
         finally:
             with self._lock:

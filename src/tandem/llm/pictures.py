@@ -11,6 +11,8 @@ from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
 from tandem.text.pictures import refusal
 
+DETAILS = ("auto", "low", "high", "original")
+
 
 def is_picture(part: object) -> bool:
     """Return whether a content part is a picture."""
@@ -33,11 +35,14 @@ def picture_of(number: int, part: JsonMapping) -> tuple[str, bool]:
     given = part.get(part["type"])
     given = given if isinstance(given, dict) else {"url": given}
     url: Any = given.get("url")
+    if (detail := given.get("detail", "auto")) not in DETAILS:
+        raise refusal(number, f"has detail {detail!r:.60}", f"give {' or '.join(DETAILS)}")
     try:
         uri = url if str(url).startswith("data:") else f"data:;base64,{base64.b64encode(Path(url).read_bytes()).decode()}"
     except (OSError, TypeError, ValueError) as error:
-        raise refusal(number, f"cannot be read ({error})", "give the path of a file, or a data URI") from error
-    return uri, given.get("detail") == "low"
+        why = "nothing is fetched from URLs" if str(url).lower().startswith(("http:", "https:")) else error
+        raise refusal(number, f"cannot be read ({why})", "give the path of a file, or a data URI") from error
+    return uri, detail == "low"
 
 
 def shown(message: JsonMapping, placeholder: str) -> JsonMapping:

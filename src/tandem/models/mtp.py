@@ -67,26 +67,32 @@ def stored_name(family: str, num_layers: int, part: str) -> str:
     return next((f"mtp.{name}" for name, theirs in _NAMES[family].items() if theirs == part), f"mtp.layers.0.{part}")
 
 
-def require_head(name: str, family: str, num_layers: int, hidden_size: int, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise UnsupportedModel if the checkpoint `name` carries no draft head, BrokenModel if it lacks a part or is of a model of
-    another hidden size."""
+def require_head(
+    name: str, family: str, num_layers: int, hidden_size: int, quantization: object, tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Raise UnsupportedModel if the checkpoint `name` carries no draft head, BrokenModel if it lacks a part, is of a model of
+    another hidden size, or is quantised where config.json has no settings for it (`quantization`)."""
     if family not in FAMILIES:
         raise UnsupportedModel(
             f"--speculative-method mtp: draft heads of {family} are not read, those of {', '.join(FAMILIES)} are; "
-            "leave it out, or name a small model or this model's own head with --draft-model",
+            "leave it out, or name a small model with --draft-model in place of it",
             param="speculative_method",
         )
-    shapes = {short: tensors[stored].shape for stored, short in head_tensors(family, num_layers, tensors).items()}
+    head = head_tensors(family, num_layers, tensors)
+    shapes, packed = {short: tensors[stored].shape for stored, short in head.items()}, [s for s in head if s.endswith(".scales")]
     if not shapes:
         raise UnsupportedModel(
             f"--speculative-method mtp: {name} carries no draft head (no weight "
             f"{stored_name(family, num_layers, 'eh_proj')}.weight); leave it out, or name a small model with --draft-model",
             param="speculative_method",
         )
+    without = "serve it with --speculative-method none"
+    if packed and quantization is None:
+        why = f"has {packed[0]}, so its draft head is quantised, but config.json has no 'quantization'; add it, or {without}"
+        raise BrokenModel(f"{name}: {why}", param="speculative_method")
     for part in (*JOIN, NORM, input_norm(family)):
         shape = shapes.get(f"{part}.weight")
         where = f"{name}: weight {stored_name(family, num_layers, part)}.weight of its draft head"
-        without = "serve it with --speculative-method none"
         if shape is None:
             raise BrokenModel(f"{where} is missing; {without}", param="speculative_method")
         if shape[0] != hidden_size:

@@ -113,7 +113,7 @@ def test_results_find_their_calls(family, engine):
     ("path", "fields", "words"),
     [
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "takes text alone"),
-        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "takes text alone"),
+        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "Invalid 'images': the model takes no pictures"),
         ("/api/chat", {"format": "xml"}, "Invalid 'format'"),
         ("/api/chat", {"format": {"type": "nonsense"}}, "Invalid 'format'"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "'options.temperature'"),

@@ -707,6 +707,12 @@ def test_pictures_are_pasted_dropped_shown_and_sent(page: Window, scripted: Any)
     assert page.run("return give('paste', '#question', 'image/png')") is True
     assert page.run("return give('dragover', '#talk', 'image/gif')") is True
     assert page.run("return give('drop', '#messages', 'image/gif')") is True
+    for kind in ("dragover", "drop"):
+        for place in ("header", "#talks"):
+            assert page.run(f"return give('{kind}', '{place}', 'image/gif')") is True, "the browser would leave the page"
+    for kind, words in (("svg+xml", "a is an SVG; send PNG, JPEG"), ("bmp", "a is of an unknown kind (image/bmp); send PNG")):
+        page.run(f"give('drop', '#messages', 'image/{kind}')")
+        page.until(lambda words=words: words in page.text("#attach-told"), words)
     page.until(lambda: len(page.texts("#attached img")) == 2, "two thumbnails")
     page.ask("What is this?")
     page.until(lambda: page.shown(".assistant .error"), "an error")

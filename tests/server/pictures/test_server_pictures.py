@@ -346,7 +346,8 @@ def test_limits_of_number_context_and_texts(seeing):
     refused(ask(seeing, "x<|image_pad|>", good), "'<|image_pad|>'", "leave it out")
     sent = ask(seeing, *[part(uri(encoded(noise(64, 64))))] * 9)
     assert (sent.status_code, sent.json()["error"]["code"]) == (400, "context_length_exceeded")
-    refused(ask(seeing, part("x", detail="huge")), "image_url.detail")
+    refused(ask(seeing, part("x", detail="huge")), "'image_url.detail' is 'huge': expected 'auto'")
+    refused(ask(seeing, {"type": "image", "image": "x"}), "type 'image' is not supported; send 'text', or 'image_url'")
     refused(seeing.chat(messages=[{"role": "assistant", "content": [good]}]), "image_url")
     sent = seeing.http.post(
         "/v1/responses", json={"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}

@@ -162,7 +162,7 @@ def _info(answer: JsonObject) -> None:
             if disk:
                 print(
                     f"  disk used     {disk['hit_tokens']} tokens, {_size(disk['read_bytes'])} read in "
-                    f"{disk['read_s']:.1f} s, {_size(disk['written_bytes'])} written, {disk['failures']} failures"
+                    f"{disk['read_s']:.1f} s, {_size(disk['written_bytes'])} written, {disk['failures']} failed reads"
                 )
 
 

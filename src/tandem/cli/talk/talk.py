@@ -199,7 +199,9 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
             if view is None:
                 raise
         except (UsageError, RequestError):
-            talk.said.pop()  # the user may send it again
+            pictures = isinstance(talk.said.pop()["content"], list)  # the user may send it again
+            if pictures and screen is not None:
+                screen.print("The message and its pictures are not kept: add them again with /image FILE.", style="dim")
             raise
     talk.said.append({"role": "assistant", "content": text})
     if screen is None:

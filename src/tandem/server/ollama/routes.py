@@ -64,7 +64,8 @@ async def _answer(http: Request, fields: requests.OllamaRequest, *, empty: bool)
     if empty:
         return json_response(_part(fields, {}) | {"done": True, "done_reason": "unload" if unloads else "load"})
     load_s = time.monotonic() - started
-    with in_words(requests.NAMES):
+    pictures = {"messages": "images"} if getattr(fields, "images", None) else {}  # of /api/generate, which has no messages
+    with in_words(requests.NAMES | pictures):
         request = await translated(http, lambda: requests.translated_request(fields))
         if isinstance(request, CompletionRequest):
             plan, (generation, _) = PLAIN, await start_completion(http, served, request, new_id("ollama"))

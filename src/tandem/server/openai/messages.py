@@ -245,9 +245,10 @@ def _image(index: int, part: JsonObject) -> Image:
     try:
         image = Image.model_validate({"url": given} if isinstance(given, str) else given)
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_input=False)[0]
+        detail = error.errors(include_url=False)[0]
         where = ".".join(["image_url", *map(str, detail["loc"])])
-        raise wrong("content_part", f"content part {index}: '{where}': {detail['msg'][:200]}") from None
+        given = f" is {detail['input']!r:.60}" if detail["type"] == "literal_error" else ""
+        raise wrong("content_part", f"content part {index}: '{where}'{given}: {detail['msg'][:200]}") from None
     if strangers := {name for name, value in part.items() if value is not None} - {"type", "image_url", "cache_control"}:
         raise wrong("content_part", f"content part {index}: '{min(strangers)[:40]}' does not belong beside 'image_url'")
     return image
@@ -257,7 +258,8 @@ def _part_text(index: int, part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong("content_part", f"content part {index} is not an object with a 'type'")
     if part["type"] != "text":
-        raise wrong("unsupported", f"content part {index}: type '{part['type'][:40]}' is not supported")
+        why = f"type '{part['type'][:40]}' is not supported; send 'text', or 'image_url' in messages of users and tools"
+        raise wrong("unsupported", f"content part {index}: {why}")
     said = {name for name, value in part.items() if value is not None} - {"cache_control"}
     if said != {"type", "text"} or not isinstance(part["text"], str):
         raise wrong("content_part", f"content part {index} needs a string 'text' alone")

@@ -3,6 +3,7 @@ import { textOf } from "/ui/documents.js";
 import { button, byId, element } from "/ui/dom.js";
 
 const MOST_BYTES = 1_000_000;
+const UNREAD = /^image\/(svg|bmp|x-ms-bmp|tiff|hei[cf])/; // pictures that servers refuse
 let files = [];
 let changed = null;
 let reading = 0; // PDFs that are being read
@@ -15,8 +16,8 @@ export function start(onChange) {
     byId("attach-file").value = "";
   });
   byId("question").addEventListener("paste", (event) => given(event, event.clipboardData));
-  byId("talk").addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
   byId("talk").addEventListener("drop", (event) => given(event, event.dataTransfer));
+  for (const kind of ["dragover", "drop"]) window.addEventListener(kind, keepPage);
 }
 
 export const some = () => files.length > 0;
@@ -24,7 +25,14 @@ export const some = () => files.length > 0;
 // True while a PDF is read, which the next question waits for.
 export const busy = () => reading > 0;
 
-// Files that were pasted or dropped; the browser would leave the page for a dropped one.
+// The browser would leave the page for a dropped file, also beside the conversation, where none is taken.
+function keepPage(event) {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault();
+  if (!byId("talk").contains(event.target)) event.dataTransfer.dropEffect = "none";
+}
+
+// Files that were pasted or dropped.
 function given(event, data) {
   if (!data.files.length) return;
   event.preventDefault();
@@ -47,6 +55,10 @@ export async function take(given) {
 
 // What is sent of a file: its text, or the address of a picture. Throws an Error whose message goes on from the file's name.
 async function content(file) {
+  if (UNREAD.test(file.type)) {
+    const kind = file.type.startsWith("image/svg") ? "an SVG" : `of an unknown kind (${file.type})`;
+    throw new Error(`is ${kind}; send PNG, JPEG, WebP, GIF or AVIF.`); // the server's words
+  }
   if (file.type.startsWith("image/")) return { url: await dataUri(file) };
   if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") return { text: await readPdf(file) };
   if (file.size > MOST_BYTES) throw new Error(`is larger than ${MOST_BYTES / 1e6} MB.`);
