@@ -177,3 +177,24 @@ def test_a_kernel_computes_the_gated_delta_rule_on_a_gpu(name: str, dtype: mx.Dt
         for one, other in zip(got, want, strict=True):
             assert one.dtype == other.dtype
             assert mx.allclose(one, other, atol=1e-5 if dtype == mx.float32 else 1e-2).item()
+
+
+def test_what_the_kernel_cannot_take_is_left_to_mlx_lm(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch):
+    """Among it as many states as need more blocks than CUDA takes along an axis, and a CPU that was chosen later."""
+    calls = []
+
+    def kernel(**launch: Any) -> list[mx.array]:
+        calls.append(launch["grid"])
+        return [mx.zeros(shape) for shape in launch["output_shapes"]]
+
+    def rule(rows: int, heads: int, *others: object, width: int = 32) -> int:
+        q, gate = mx.zeros((rows, 1, 1, width)), mx.zeros((rows, 1, heads))
+        update(q, q, mx.zeros((rows, 1, heads, 4)), gate, gate, None, *others)
+        return len(calls)
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: kernel)
+    update = seams._gated_delta(importlib.import_module("mlx_lm.models.gated_delta").gated_delta_ops)
+    assert rule(2, 4) == 0, "the kernel has no CPU's code"
+    monkeypatch.setattr(seams, "on_cuda", lambda: True)
+    assert [rule(2, 4), rule(1023, 64), rule(1024, 64), rule(1, 4, width=48), rule(1, 4, mx.ones((1, 1)) == 1)] == [1, 2, 2, 2, 2]
+    assert max(grid[1] for grid in calls) < 2**16

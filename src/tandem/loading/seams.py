@@ -67,7 +67,8 @@ _GATED_DELTA = r"""
     }
     for (int i = 0; i < N; i++) next[place + i] = S(s[i]);
 """
-WARPS = 4
+WARPS, MOST_BLOCKS = 4, 65_535
+"""Warps of a block, each with one row of a state, and the most blocks that CUDA takes along a grid's second axis."""
 
 Recurrence = Callable[..., tuple[mx.array, Any]]
 
@@ -181,7 +182,8 @@ def fuse_gated_delta() -> None:
 def _gated_delta(theirs: Recurrence) -> Recurrence:
     """Return the gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464) as a kernel: outputs [B, T, Hv, Dv] for
     q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk] and beta [B, T, Hv], and the state [B, Hv, Dv, Dk]
-    behind them. A warp takes one row of a state; sums are float32. `theirs` takes widths that it cannot, and masks.
+    behind them. A warp takes one row of a state; sums are float32. `theirs` takes what it cannot: other widths, masks, and more
+    states than `MOST_BLOCKS`; and calls after the default device was changed.
     """
     made: Any = mx.fast.cuda_kernel(
         name="tandem_gated_delta",
@@ -196,7 +198,8 @@ def _gated_delta(theirs: Recurrence) -> Recurrence:
         q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None = None, *others: object
     ) -> tuple[mx.array, mx.array]:
         (rows, _, heads, depth), width = v.shape, k.shape[-1]
-        if width % 32 or depth % WARPS or any(one is not None for one in others):  # a mask, or a wish for each token's state
+        unfit = width % 32 or depth % WARPS or rows * heads > MOST_BLOCKS or not on_cuda()
+        if unfit or any(one is not None for one in others):  # a mask, or a wish for each token's state
             return theirs(q, k, v, g, beta, state, *others)
         state = mx.zeros((rows, heads, depth, width)) if state is None else state
         y, state = made(
