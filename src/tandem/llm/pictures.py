@@ -35,7 +35,7 @@ def picture_of(number: int, part: JsonMapping) -> tuple[str, bool]:
     given = part.get(part["type"])
     given = given if isinstance(given, dict) else {"url": given}
     url: Any = given.get("url")
-    if (detail := given.get("detail", "auto")) not in DETAILS:
+    if (detail := given.get("detail") or "auto") not in DETAILS:
         raise refusal(number, f"has detail {detail!r:.60}", f"give {' or '.join(DETAILS)}")
     try:
         uri = url if str(url).startswith("data:") else f"data:;base64,{base64.b64encode(Path(url).read_bytes()).decode()}"
