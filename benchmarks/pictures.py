@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=3, help="of streams alone and beside; 0: damaged pictures alone (default: %(default)s)"
     )
+    parser.add_argument("--every", type=float, default=0.0, help="least seconds from one picture to the next (default: at once)")
     parser.add_argument("--questions", type=int, default=7, help="pictures that are asked about twice (default: %(default)s)")
     parser.add_argument("--damaged", type=int, default=500, help="damaged pictures (default: %(default)s)")
     parser.add_argument("--log", type=Path, help="folder for the servers' logs")
@@ -195,11 +196,11 @@ def beside_pictures(server: harness.Server, args: argparse.Namespace) -> dict[st
         print(f"first picture, with which the encoder is loaded: {whole:.2f} s, {part:.2f} of them in the engine", flush=True)
     rows = []
     for number in range(args.rounds + 1):
-        sides, every = [streamed(server, args.tokens)], [0.0]
+        sides, every = [streamed(server, args.tokens)], [args.every]
         for bodies in (pictures, texts):
             with coming(server, bodies, every[-1]) as took:
                 sides.append(streamed(server, args.tokens))
-            every.append(statistics.mean(took))
+            every.append(max(statistics.mean(took), args.every))
         pace, p99 = [side.pace for side in sides], [1000 * side.p99() for side in sides]
         if number:  # the first one warms up
             rows.append([number, *pace, pace[1] / pace[0], pace[2] / pace[0], *p99, *every[1:]])
