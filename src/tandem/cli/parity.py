@@ -54,16 +54,11 @@ def _try(arguments: argparse.Namespace) -> int:
         config = read_config(Path(named))
     elif named in TINY:
         config = tiny_config(named)
+    elif named in REFUSED:
+        raise ConfigError(f"--tiny {named}: that type is refused, because {REFUSED[named]}", param="tiny")
     else:
-        why = (
-            f"that type is refused, because {REFUSED[named]}"
-            if named in REFUSED
-            else (
-                f"it is neither a directory with a config.json nor one of the {len(TINY)} types of docs/models-list.md"
-                f"{nearest(named, TINY)}"
-            )
-        )
-        raise ConfigError(f"--tiny {named}: {why}", param="tiny")
+        known = f"one of the {len(TINY)} types of docs/models-list.md{nearest(named, TINY)}"
+        raise ConfigError(f"--tiny {named}: it is neither a directory with a config.json nor {known}", param="tiny")
     require_source(str(config.get("model_type")))
     from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which must follow the BLAS
     from tandem.testing import tiny_model

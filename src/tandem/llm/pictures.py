@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tandem.errors import RequestError
 from tandem.json_types import JsonMapping
+from tandem.protocol.pictures import Detail
 from tandem.text.pictures import refusal
-
-DETAILS = ("auto", "low", "high", "original")
 
 
 def is_picture(part: object) -> bool:
@@ -35,8 +34,8 @@ def picture_of(number: int, part: JsonMapping) -> tuple[str, bool]:
     given = part.get(part["type"])
     given = given if isinstance(given, dict) else {"url": given}
     url: Any = given.get("url")
-    if (detail := given.get("detail") or "auto") not in DETAILS:
-        raise refusal(number, f"has detail {detail!r:.60}", f"give {' or '.join(DETAILS)}")
+    if (detail := given.get("detail") or "auto") not in get_args(Detail):
+        raise refusal(number, f"has detail {detail!r:.60}", f"give {' or '.join(get_args(Detail))}")
     try:
         uri = url if str(url).startswith("data:") else f"data:;base64,{base64.b64encode(Path(url).read_bytes()).decode()}"
     except (OSError, TypeError, ValueError) as error:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from msgspec import Struct
+
+Detail = Literal["auto", "low", "high", "original"]
+"""How finely a picture is to be read, in OpenAI's words. All but "low" are the same."""
 
 
 class PictureSpan(Struct, frozen=True, array_like=True):

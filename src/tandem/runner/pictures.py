@@ -130,7 +130,7 @@ class EncoderProcess:
                         mx.eval(features)  # here, as running streams wait for the thread that computes
                         held[order.key] = features
                         return report(reply.decoded(PictureEncoded))
-            except (OSError, *MLX_ERRORS) as failed:
+            except (OSError, RuntimeError) as failed:  # MLX raises the latter for a file that it cannot read
                 return report(answer(f"the picture cannot be handed to its encoder: {failed}", died=True))
             if isinstance(reply, SandboxEnded) and not reply.how:  # by `PictureFeatures.close`
                 return None

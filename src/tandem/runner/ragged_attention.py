@@ -34,13 +34,10 @@ ALIKE = 64
 WASTE = 65_536
 """Key elements beyond the rows' ends, per row, from which grouping by length is faster on a CPU."""
 
-_HEADER = (
-    CUDA_TYPES
-    + r"""
+_HEADER = r"""
 #define UNROLL(i, COUNT) _Pragma("unroll") for (int i = 0; i < COUNT; i++)
 template <typename N, int COUNT> struct alignas(COUNT * sizeof(N)) Vector { N at[COUNT]; };  // read at once
 """
-)
 _ATTEND = r"""
     constexpr int P = G * D <= 512 ? 8 : G * D <= 1024 ? 16 : 32;  // lanes that share a position
     constexpr int STATES = 128 / P, E = D / P, U = 2;  // each state takes U positions at once
@@ -311,6 +308,6 @@ def _kernel(name: str, grouped: bool = False) -> Any:
         input_names=given,
         output_names=made,
         source=source,
-        header=_HEADER,
+        header=CUDA_TYPES + _HEADER,
         ensure_row_contiguous=False,
     )

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
+from tandem.protocol.pictures import Detail
 
 NAMED_FORM = {"type": "function", "function": {"name": "..."}}
 TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
@@ -163,7 +164,7 @@ class Image(Strict):
     """Value of `image_url` in a content part."""
 
     url: str
-    detail: Literal["auto", "low", "high", "original"] = "auto"
+    detail: Detail = "auto"
 
 
 class GivenPicture(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from tandem.json_types import JsonObject
+from tandem.protocol.pictures import Detail
 from tandem.protocol.ranges import RANGES
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, FunctionSpec, Strict, Tagged, at_most, wrong
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
@@ -31,7 +32,7 @@ class Part(Tagged):
     annotations: list[object] | None = None
     logprobs: list[object] | None = None
     image_url: str | None = None
-    detail: Literal["auto", "low", "high", "original"] | None = None
+    detail: Detail | None = None
 
 
 def as_parts(value: object) -> object:
